@@ -19,8 +19,9 @@
 namespace {
 
 constexpr float kHidden = -1e8f;
-constexpr int kHead = 64;  // elements of a head for which there are kernels of its own
-constexpr size_t kNext = 16;               // rows whose keys are asked for before they are needed
+constexpr int kHead = 64;      // elements of a head for which there are kernels of its own
+constexpr size_t kEnd = 16;    // floats of the widest vector
+constexpr size_t kNext = 16;   // rows whose keys are asked for before they are needed
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
 struct Sizes {
@@ -36,24 +37,30 @@ struct Run {
   int64_t rows;
 };
 
+constexpr int kGroups = 3;    // query heads of a row that share a key head and are computed at once
+constexpr int kTogether = 6;  // and of several rows
+
 // What one row sees: rows of keys and values by pointer, and their masks. Room for a whole vector at the end.
 template <typename Element>
 struct Seen {
   std::vector<const Element*> keys, values;
   std::vector<float> mask, weights;  // weights: of some query heads, one after another
-  size_t count = 0;
+  size_t count = 0, leading = 0;  // leading: those before the first of the cache that is hidden
   int64_t call = 0, row = 0;  // whose these are
 
   float* Weights(int64_t group) { return weights.data() + static_cast<size_t>(group) * mask.size(); }
 };
 
-// Query heads that share a key head, at most kGroups: where their queries are, and their results.
-constexpr int kGroups = 3;
+// A query head of a row: where its query is, its mask, weights and result.
+struct Query {
+  const float *q, *mask;
+  float *weights, *y;
+};
 
+// Query heads that share a key head.
 struct Heads {
+  const Query* of;
   int count;
-  const float* q[kGroups];
-  float* y[kGroups];
   int64_t dim;
   size_t offset;  // of the key head in a row
   float scale;
@@ -71,8 +78,8 @@ template <typename Element>
 void Portable(const Heads& heads, Seen<Element>* seen) {
   const size_t count = seen->count;
   for (int g = 0; g < heads.count; ++g) {
-    const float* q = heads.q[g];
-    float *y = heads.y[g], *weights = seen->Weights(g), most = -INFINITY, lanes[kLanes];
+    const float* q = heads.of[g].q;
+    float *y = heads.of[g].y, *weights = heads.of[g].weights, most = -INFINITY, lanes[kLanes];
     for (size_t i = 0; i < count; ++i) {
       const Element* k = seen->keys[i] + heads.offset;
       std::fill(lanes, lanes + kLanes, 0.0f);
@@ -110,12 +117,12 @@ SSDEVICE_EIGHT void Scores(const Heads& heads, Seen<Element>* seen) {
 #pragma GCC unroll 8
       for (int64_t d = 0; d < end; d += kLanes) {
         const Eight key = Load(k + d);
-        for (int g = 0; g < G; ++g) sum[g] = Fma(Load(heads.q[g] + d), key, sum[g]);
+        for (int g = 0; g < G; ++g) sum[g] = Fma(Load(heads.of[g].q + d), key, sum[g]);
       }
       for (int g = 0; g < G; ++g) sums[g][j] = sum[g];
     }
     const Eight mask = Load(&seen->mask[i]);
-    for (int g = 0; g < G; ++g) Store(Fma(Pairwise(sums[g]), scale, mask), seen->Weights(g) + i);
+    for (int g = 0; g < G; ++g) Store(Fma(Pairwise(sums[g]), scale, mask), heads.of[g].weights + i);
   }
 }
 
@@ -138,33 +145,30 @@ SSDEVICE_EACH float Weigh(float* scores, size_t count) {
 template <int G, int V, typename Element>
 SSDEVICE_EACH void Values(const Heads& heads, Seen<Element>* seen, const float* totals, int64_t d) {
   Eight out[G][V];
-  const float* weights[G];
-  for (int g = 0; g < G; ++g) {
-    weights[g] = seen->Weights(g);
+  for (int g = 0; g < G; ++g)
     for (int v = 0; v < V; ++v) out[g][v] = All(0.0f);
-  }
   for (size_t i = 0; i < seen->count; ++i) {
     const Element* values = seen->values[i] + heads.offset + d;
     Eight weight[G];
-    for (int g = 0; g < G; ++g) weight[g] = All(weights[g][i]);
+    for (int g = 0; g < G; ++g) weight[g] = All(heads.of[g].weights[i]);
     for (int v = 0; v < V; ++v) {
       const Eight value = Load(values + kLanes * v);
       for (int g = 0; g < G; ++g) out[g][v] = Fma(weight[g], value, out[g][v]);
     }
   }
   for (int g = 0; g < G; ++g)
-    for (int v = 0; v < V; ++v) Store(Div(out[g][v], All(totals[g])), heads.y[g] + d + kLanes * v);
+    for (int v = 0; v < V; ++v) Store(Div(out[g][v], All(totals[g])), heads.of[g].y + d + kLanes * v);
 }
 
 #ifdef SSDEVICE_VNNI
-// Heads of 64 elements in vectors twice as wide, with the same bits: scores of two keys at once, and queries stay in registers.
+// Heads of 64 elements in vectors twice as wide, with the same bits: scores of two keys at once, and the rows of a tree together, for
+// which what all of them see is widened once.
 #define SSDEVICE_WIDE __attribute__((target("avx512f,avx2,fma,f16c")))
 constexpr int kWide = 2 * kLanes;
 
-SSDEVICE_WIDE inline __m512 Both(Eight x, Eight y) {
-  return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(x)), _mm256_castps_pd(y), 1));
+SSDEVICE_WIDE inline __m512 Pair(const float* x, const float* y) {
+  return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(Load(x))), _mm256_castps_pd(Load(y)), 1));
 }
-SSDEVICE_WIDE inline __m512 Pair(const float* x, const float* y) { return Both(Load(x), Load(y)); }
 SSDEVICE_WIDE inline __m512 Pair(const Half* x, const Half* y) {
   const __m128i one = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x)), other = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
   return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(one), other, 1));
@@ -172,72 +176,114 @@ SSDEVICE_WIDE inline __m512 Pair(const Half* x, const Half* y) {
 SSDEVICE_WIDE inline __m512 LoadWide(const float* x) { return _mm512_loadu_ps(x); }
 SSDEVICE_WIDE inline __m512 LoadWide(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
 
-template <int G, typename Element>
-SSDEVICE_WIDE void WideScores(const Heads& heads, Seen<Element>* seen) {
-  const Eight scale = All(heads.scale);
-  __m512 q[G][kHead / kLanes];
-  for (int g = 0; g < G; ++g)
-    for (int v = 0; v < kHead / kLanes; ++v) q[g][v] = Pair(heads.q[g] + kLanes * v, heads.q[g] + kLanes * v);
-  for (size_t i = 0; i < seen->count; i += kLanes) {
-    Eight sums[G][kLanes];
-    for (size_t j = 0; j < kLanes; j += 2) {
-      for (size_t k = i + j; k < i + j + 2; ++k) {
-        Ask(seen->keys[std::min(k + kNext, seen->count)] + heads.offset, kHead);
-        Ask(seen->values[k] + heads.offset, kHead);
+// Sums of neighbouring lanes of x, and of y, by turns in each quarter.
+SSDEVICE_WIDE inline __m512 Neighbours(__m512 x, __m512 y) {
+  return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xDD));
+}
+// Sixteen sums of eight lanes each, pairwise as in PairwiseSum: sum i of the lower half of vector p = i % 4 + i / 8 * 4, or of the upper.
+SSDEVICE_WIDE inline __m512 PairwiseWide(const __m512* a) {
+  const __m512 b0 = Neighbours(Neighbours(a[0], a[1]), Neighbours(a[2], a[3]));
+  const __m512 b1 = Neighbours(Neighbours(a[4], a[5]), Neighbours(a[6], a[7]));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(b0, b1, 0x88), _mm512_shuffle_f32x4(b0, b1, 0xDD));
+}
+
+// Scores of Q query heads and of keys from one to another.
+template <int Q, typename Element>
+SSDEVICE_WIDE void WideScores(const Heads& heads, const Seen<Element>& seen, size_t from, size_t to) {
+  alignas(kLine) float q[Q][kHead / kLanes][kWide];
+  for (int g = 0; g < Q; ++g)
+    for (int v = 0; v < kHead / kLanes; ++v) _mm512_store_ps(q[g][v], Pair(heads.of[g].q + kLanes * v, heads.of[g].q + kLanes * v));
+  for (size_t i = from; i < to; i += kWide) {
+    __m512 sums[Q][kLanes];
+    for (size_t p = 0; p < kLanes; ++p) {
+      const size_t one = std::min(i + p + p / 4 * 4, to - 1), other = std::min(one + 4, to - 1);
+      for (const size_t k : {one, other}) {
+        Ask(seen.keys[std::min(k + kNext, to - 1)] + heads.offset, kHead);
+        Ask(seen.values[k] + heads.offset, kHead);
       }
-      const Element *one = seen->keys[i + j] + heads.offset, *other = seen->keys[i + j + 1] + heads.offset;
-      __m512 sum[G] = {};
+      __m512 sum[Q] = {};
       SSDEVICE_UNROLL for (int v = 0; v < kHead / kLanes; ++v) {
-        const __m512 keys = Pair(one + kLanes * v, other + kLanes * v);
-        SSDEVICE_UNROLL for (int g = 0; g < G; ++g) sum[g] = _mm512_fmadd_ps(q[g][v], keys, sum[g]);
+        const __m512 keys = Pair(seen.keys[one] + heads.offset + kLanes * v, seen.keys[other] + heads.offset + kLanes * v);
+        SSDEVICE_UNROLL for (int g = 0; g < Q; ++g) sum[g] = _mm512_fmadd_ps(_mm512_load_ps(q[g][v]), keys, sum[g]);
       }
-      for (int g = 0; g < G; ++g) {
-        sums[g][j] = _mm512_castps512_ps256(sum[g]);
-        sums[g][j + 1] = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sum[g]), 1));
-      }
+      for (int g = 0; g < Q; ++g) sums[g][p] = sum[g];
     }
-    const Eight mask = Load(&seen->mask[i]);
-    for (int g = 0; g < G; ++g) Store(Fma(Pairwise(sums[g]), scale, mask), seen->Weights(g) + i);
+    for (int g = 0; g < Q; ++g)
+      _mm512_storeu_ps(heads.of[g].weights + i, _mm512_fmadd_ps(PairwiseWide(sums[g]), _mm512_set1_ps(heads.scale), _mm512_loadu_ps(heads.of[g].mask + i)));
   }
 }
 
-template <int G, typename Element>
-SSDEVICE_WIDE void WideValues(const Heads& heads, Seen<Element>* seen, const float* totals) {
-  __m512 out[G][kHead / kWide] = {};
-  const float* weights[G];
-  for (int g = 0; g < G; ++g) weights[g] = seen->Weights(g);
-  for (size_t i = 0; i < seen->count; ++i) {
-    const Element* values = seen->values[i] + heads.offset;
-    SSDEVICE_UNROLL for (int v = 0; v < kHead / kWide; ++v) {
-      const __m512 value = LoadWide(values + kWide * v);
-      SSDEVICE_UNROLL for (int g = 0; g < G; ++g) out[g][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g][i]), value, out[g][v]);
+// Results of Q query heads and of values from one to another, added to those of the values before; ``totals``: they are the last.
+template <int Q, typename Element>
+SSDEVICE_WIDE void WideValues(const Heads& heads, const Seen<Element>& seen, size_t from, size_t to, const float* totals) {
+  __m512 out[Q][kHead / kWide] = {};
+  if (from)
+    for (int g = 0; g < Q; ++g)
+      for (int v = 0; v < kHead / kWide; ++v) out[g][v] = _mm512_loadu_ps(heads.of[g].y + kWide * v);
+  for (size_t i = from; i < to; ++i) {
+    const Element* values = seen.values[i] + heads.offset;
+    __m512 value[kHead / kWide];
+    SSDEVICE_UNROLL for (int v = 0; v < kHead / kWide; ++v) value[v] = LoadWide(values + kWide * v);
+    SSDEVICE_UNROLL for (int g = 0; g < Q; ++g) {
+      const __m512 weight = _mm512_set1_ps(heads.of[g].weights[i]);
+      SSDEVICE_UNROLL for (int v = 0; v < kHead / kWide; ++v) out[g][v] = _mm512_fmadd_ps(weight, value[v], out[g][v]);
     }
   }
-  for (int g = 0; g < G; ++g)
-    for (int v = 0; v < kHead / kWide; ++v) _mm512_storeu_ps(heads.y[g] + kWide * v, _mm512_div_ps(out[g][v], _mm512_set1_ps(totals[g])));
+  for (int g = 0; g < Q; ++g)
+    for (int v = 0; v < kHead / kWide; ++v)
+      _mm512_storeu_ps(heads.of[g].y + kWide * v, totals ? _mm512_div_ps(out[g][v], _mm512_set1_ps(totals[g])) : out[g][v]);
+}
+
+// run(number), with a number of query heads that is known when this is compiled.
+template <int Q = kTogether, typename Run>
+void WithCount(int count, Run run) {
+  if constexpr (Q > 1)
+    if (count < Q) return WithCount<Q - 1>(count, run);
+  run(std::integral_constant<int, Q>());
+}
+
+// The query heads of some rows, those of each one after another. ``common``: how many of the first keys are the same for all rows.
+template <typename Element>
+void Wide(const Heads& all, const Seen<Element>* seen, int rows, size_t common) {
+  const int each = all.count / rows;
+  const auto of = [&](int row) { return Heads{all.of + row * each, each, all.dim, all.offset, all.scale}; };
+  float totals[kTogether];
+  if (common) WithCount(all.count, [&](auto count) { WideScores<count>(all, seen[0], 0, common); });
+  for (int row = 0; row < rows; ++row)
+    WithCount(each, [&](auto count) { WideScores<count>(of(row), seen[row], common, seen[row].count); });
+  for (int g = 0; g < all.count; ++g) totals[g] = Weigh(all.of[g].weights, seen[g / each].count);
+  if (common) WithCount(all.count, [&](auto count) { WideValues<count>(all, seen[0], 0, common, nullptr); });
+  for (int row = 0; row < rows; ++row)
+    WithCount(each, [&](auto count) { WideValues<count>(of(row), seen[row], common, seen[row].count, totals + row * each); });
 }
 #endif
 
 template <int G, typename Element>
 SSDEVICE_EIGHT void InVectors(const Heads& heads, Seen<Element>* seen) {
   float totals[G];
-#ifdef SSDEVICE_VNNI
-  if (kVnni && heads.dim == kHead) {
-    WideScores<G>(heads, seen);
-    for (int g = 0; g < G; ++g) totals[g] = Weigh(seen->Weights(g), seen->count);
-    return WideValues<G>(heads, seen, totals);
-  }
-#endif
   heads.dim == kHead ? Scores<G, kHead / kLanes>(heads, seen) : Scores<G, 0>(heads, seen);
-  for (int g = 0; g < G; ++g) totals[g] = Weigh(seen->Weights(g), seen->count);
+  for (int g = 0; g < G; ++g) totals[g] = Weigh(heads.of[g].weights, seen->count);
   int64_t d = 0;
   for (; d + 4 * kLanes <= heads.dim; d += 4 * kLanes) Values<G, 4>(heads, seen, totals, d);
   for (; d < heads.dim; d += kLanes) Values<G, 1>(heads, seen, totals, d);
 }
 #endif
 
+// Whether the rows of a tree are computed together.
+bool IsWide([[maybe_unused]] int64_t dim) {
+#ifdef SSDEVICE_VNNI
+  return kVnni && dim == kHead;
+#else
+  return false;
+#endif
+}
+
+// The query heads of some rows, of one alone unless they are wide.
 template <typename Element>
-void Attend(const Heads& heads, Seen<Element>* seen) {
+void Attend(const Heads& heads, Seen<Element>* seen, [[maybe_unused]] int rows, [[maybe_unused]] size_t common) {
+#ifdef SSDEVICE_VNNI
+  if (IsWide(heads.dim)) return Wide(heads, seen, rows, common);
+#endif
 #ifdef SSDEVICE_EIGHT
   if (kEight && heads.dim % kLanes == 0) {
     if (heads.count == 1) return InVectors<1>(heads, seen);
@@ -260,20 +306,30 @@ struct Call {
   float* y;
   int64_t number = ++calls;
 
-  // The query heads of one row that share a key head.
+  // How many rows a unit has.
+  int64_t Together() const { return sizes.groups <= kGroups && IsWide(sizes.dim) ? kTogether / sizes.groups : 1; }
+  int64_t Units() const { return (sizes.rows + Together() - 1) / Together() * sizes.heads; }
+
+  // The query heads of some rows that share a key head.
   void Unit(int64_t unit) const {
-    thread_local Seen<Element> seen;
-    const int64_t row = unit / sizes.heads, head = unit % sizes.heads;
-    if (seen.call != number || seen.row != row) Gather(row, &seen);
+    thread_local Seen<Element> seen[kTogether];
+    const int64_t head = unit % sizes.heads, row = unit / sizes.heads * Together();
+    const int rows = static_cast<int>(std::min(Together(), sizes.rows - row));
+    size_t common = rows > 1 ? static_cast<size_t>(all) : 0;
+    for (int r = 0; r < rows; ++r) {
+      if (seen[r].call != number || seen[r].row != row + r) Gather(row + r, &seen[r]);
+      common = std::min(common, seen[r].leading);
+    }
     for (int64_t first = 0; first < sizes.groups; first += kGroups) {
-      const int count = static_cast<int>(std::min<int64_t>(kGroups, sizes.groups - first));
-      Heads heads{count, {}, {}, sizes.dim, static_cast<size_t>(head * sizes.dim), scale};
-      for (int g = 0; g < count; ++g) {
-        const int64_t at = (unit * sizes.groups + first + g) * sizes.dim;
-        heads.q[g] = q + at;
-        heads.y[g] = y + at;
-      }
-      Attend(heads, &seen);
+      Query queries[kTogether];
+      int count = 0;
+      for (int r = 0; r < rows; ++r)
+        for (int64_t g = first; g < std::min(first + kGroups, sizes.groups); ++g) {
+          const int64_t at = (((row + r) * sizes.heads + head) * sizes.groups + g) * sizes.dim;
+          queries[count++] = {q + at, seen[r].mask.data(), seen[r].Weights(g - first), y + at};
+        }
+      const Heads heads{queries, count, sizes.dim, static_cast<size_t>(head * sizes.dim), scale};
+      Attend(heads, seen, rows, common);
     }
   }
 
@@ -281,22 +337,24 @@ struct Call {
     const int64_t width = sizes.heads * sizes.dim;
     seen->call = number;
     seen->row = row;
-    const size_t room = static_cast<size_t>(all) + kLanes;
+    const size_t room = static_cast<size_t>(all) + kEnd;
     seen->keys.resize(room);
     seen->values.resize(room);
     seen->mask.resize(room);
     seen->weights.resize(room * kGroups);
     const float* shown = mask + row * all;
     size_t count = 0;
+    seen->leading = 0;
     for (const Run<Element>& run : runs)
       for (int64_t at = 0; at < run.rows; ++at, ++shown) {
         if (!(*shown > kHidden)) continue;
         seen->keys[count] = run.keys + at * width;
         seen->values[count] = run.values + at * width;
         seen->mask[count++] = *shown;
+        if (&run == runs && static_cast<int64_t>(count) == at + 1) seen->leading = count;
       }
     seen->count = count;
-    for (size_t i = count; i < count + kLanes; ++i) {  // a vector's end: scores of weight 0
+    for (size_t i = count; i < count + kEnd; ++i) {  // a vector's end: scores of weight 0
       seen->keys[i] = runs[1].keys;
       seen->values[i] = runs[1].values;
       seen->mask[i] = -INFINITY;
@@ -341,8 +399,7 @@ class Attention : public Kernel {
     Require(mask.shape.Count() == Times(sizes.rows, all), "the mask does not fit the rows");
     float* y = context.Output<float>(0, q.shape);
     Call<Element> call{sizes, q.As<float>(), mask.As<float>(), {runs[0], runs[1], runs[2]}, all, scale_, y};
-    const int64_t units = sizes.rows * sizes.heads;
-    context.Each(units, [&](int64_t unit) { call.Unit(unit); }, Times(q.shape.Count(), all) < kAlone);
+    context.Each(call.Units(), [&](int64_t unit) { call.Unit(unit); }, Times(q.shape.Count(), all) < kAlone);
   }
 
  private:

@@ -484,6 +484,10 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
 def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> None:
     dims = (32, 40, 64, 128)
     models = [(attention_model(kind, 4, 300, dim), attention_inputs(kind, 300, dim, ANCESTORS, 290)) for dim in dims]
+    window = attention_inputs(kind, 300, 64, ANCESTORS, 290)
+    for row, hidden in enumerate((0, 0, 7, 133)):  # the rows of a tree may be computed together
+        window["mask"][..., row, :hidden] = -1e9
+    models.append((attention_model(kind, 4, 300, 64), window))
     found = [
         [session(model, built(cpu)).run(None, feeds)[0] for model, feeds in models] for cpu in ("native", "portable")
     ]
