@@ -318,7 +318,7 @@ struct Call {
     size_t common = rows > 1 ? static_cast<size_t>(all) : 0;
     for (int r = 0; r < rows; ++r) {
       if (seen[r].call != number || seen[r].row != row + r) Gather(row + r, &seen[r]);
-      common = std::min(common, seen[r].leading);
+      common = std::min(common, seen[r].leading / kEnd * kEnd);  // a row's weights end with a whole vector
     }
     for (int64_t first = 0; first < sizes.groups; first += kGroups) {
       Query queries[kTogether];

@@ -398,11 +398,11 @@ CACHES = {kernels.TREE_ATTENTION: np.float32, kernels.HALF_TREE_ATTENTION: np.fl
 """The operators of attention, and the type of their caches."""
 
 
-def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0) -> bytes:
+def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0, groups: int = GROUPS) -> bytes:
     """An operator of attention as the exporter writes it, with its function; ``more``: new rows in the second run."""
     width = KV_HEADS * dim
     shapes = {
-        "q": (1, rows, GROUPS * width),
+        "q": (1, rows, groups * width),
         "past_keys": (past, width),
         "keys": (rows - more, width),
         "more_keys": (more, width),
@@ -411,7 +411,7 @@ def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0) ->
         "more_values": (more, width),
         "mask": (1, 1, rows, past + rows),
     }
-    model = model_of(kind, shapes, 1, **attention_form(rows, KV_HEADS, GROUPS, dim, dim**-0.5))
+    model = model_of(kind, shapes, 1, **attention_form(rows, KV_HEADS, groups, dim, dim**-0.5))
     if CACHES[kind] == np.float32:
         return model
     typed = onnx.load_from_string(model)
@@ -421,12 +421,14 @@ def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0) ->
     return typed.SerializeToString()
 
 
-def attention_inputs(kind: str, past: int, dim: int, seen: np.ndarray, shown: int) -> dict[str, np.ndarray]:
+def attention_inputs(
+    kind: str, past: int, dim: int, seen: np.ndarray, shown: int, groups: int = GROUPS
+) -> dict[str, np.ndarray]:
     """Rows at random; of ``past`` rows the first ``shown`` are visible, of the new ones those in ``seen [R, R]``."""
     rng, rows, width = np.random.default_rng(past), len(seen), KV_HEADS * dim
     visible = np.concatenate([np.tile(np.arange(past) < shown, (rows, 1)), seen], axis=1)
     mask = np.where(visible, np.float32(0), np.float32(-1e9))[None, None]
-    drawn = {"q": (1, rows, GROUPS * width), "keys": (rows, width), "values": (rows, width)}
+    drawn = {"q": (1, rows, groups * width), "keys": (rows, width), "values": (rows, width)}
     drawn |= {"past_keys": (past, width), "past_values": (past, width)}
     drawn |= {"more_keys": (0, width), "more_values": (0, width)}
     types = {"past_keys": CACHES[kind], "past_values": CACHES[kind]}
@@ -460,10 +462,12 @@ def test_new_rows_in_two_runs_are_attended_to_as_in_one(library: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("dim", [64, 20])
-def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, dim: int, kind: str) -> None:
-    feeds = attention_inputs(kind, 40, dim, ANCESTORS, 29)
-    (tree,) = session(attention_model(kind, 4, 40, dim), library).run(None, feeds)
+@pytest.mark.parametrize(("dim", "groups"), [(64, 3), (64, 2), (64, GROUPS), (20, GROUPS)])
+def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(
+    library: Path, dim: int, groups: int, kind: str
+) -> None:
+    feeds = attention_inputs(kind, 40, dim, ANCESTORS, 29, groups)
+    (tree,) = session(attention_model(kind, 4, 40, dim, groups=groups), library).run(None, feeds)
     for node, seen in enumerate(ANCESTORS):
         path = np.flatnonzero(seen)[:-1]
         past = {  # what the cache holds when plain decoding comes to this node, and a row that is still masked
@@ -476,7 +480,7 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
         alone |= {name: feeds[name][node : node + 1] for name in past}
         alone |= {f"more_{name}": feeds[f"more_{name}"] for name in past}
         alone |= {f"past_{name}": rows for name, rows in past.items()}
-        (row,) = session(attention_model(kind, 1, len(past["keys"]), dim), library).run(None, alone)
+        (row,) = session(attention_model(kind, 1, len(past["keys"]), dim, groups=groups), library).run(None, alone)
         np.testing.assert_array_equal(row[0, 0], tree[0, node])
 
 
@@ -484,10 +488,14 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
 def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> None:
     dims = (32, 40, 64, 128)
     models = [(attention_model(kind, 4, 300, dim), attention_inputs(kind, 300, dim, ANCESTORS, 290)) for dim in dims]
-    window = attention_inputs(kind, 300, 64, ANCESTORS, 290)
-    for row, hidden in enumerate((0, 0, 7, 133)):  # the rows of a tree may be computed together
-        window["mask"][..., row, :hidden] = -1e9
-    models.append((attention_model(kind, 4, 300, 64), window))
+    for groups in (1, 2, 3):  # the rows of a tree may be computed together
+        window = attention_inputs(kind, 300, 64, ANCESTORS, 290, groups)
+        for row, hidden in enumerate((0, 0, 7, 133)):
+            window["mask"][..., row, :hidden] = -1e9
+        models.append((attention_model(kind, 4, 300, 64, groups=groups), window))
+        for past in (21, 32):
+            chunk = attention_inputs(kind, past, 64, np.tril(np.ones((32, 32), bool)), past, groups)
+            models.append((attention_model(kind, 32, past, 64, groups=groups), chunk))
     found = [
         [session(model, built(cpu)).run(None, feeds)[0] for model, feeds in models] for cpu in ("native", "portable")
     ]
