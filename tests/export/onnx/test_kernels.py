@@ -463,9 +463,7 @@ def test_new_rows_in_two_runs_are_attended_to_as_in_one(library: Path, kind: str
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("dim", "groups"), [(64, 3), (64, 2), (64, GROUPS), (20, GROUPS)])
-def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(
-    library: Path, dim: int, groups: int, kind: str
-) -> None:
+def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, dim: int, groups: int, kind: str) -> None:
     feeds = attention_inputs(kind, 40, dim, ANCESTORS, 29, groups)
     (tree,) = session(attention_model(kind, 4, 40, dim, groups=groups), library).run(None, feeds)
     for node, seen in enumerate(ANCESTORS):
