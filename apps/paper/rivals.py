@@ -23,19 +23,20 @@ from typing import Any
 
 import torch
 
+from apps.paper.answers import answered, mean_losses
 from apps.paper.trained import RIVALS, Base, Drafter, losses
 from ssdevice import cli
 from ssdevice.adapters.settings import SETTINGS
+from ssdevice.bench import report
 from ssdevice.commands.opening import prepare_frameworks
 from ssdevice.data import read_examples
 from ssdevice.model import loading
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train.batches import BatchOrder, collate, tokenize
-from ssdevice.train.decoding import Decoding
 from ssdevice.train.evaluation import stream_ranks
 from ssdevice.train.job import has_bf16
-from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows
+from ssdevice.train.loss import IGNORE, completion_rows
 from ssdevice.train.optimization import _Run
 from ssdevice.train.options import UNFINISHED
 from ssdevice.train.trainer import draft_ids
@@ -116,12 +117,7 @@ def counted_ours(adapter: Path, samples: Sequence[Sample], args: argparse.Namesp
     """The parameters of our streams or layers, and what ``counted`` gives, by the product's own code."""
     model = loading.load(Path(args.base), adapter, args.max_length).model
     assert model.streams is not None
-    probe, total = StreamingLoss(model, LossWeights(0.0, 1.0)), torch.zeros(2, model.gamma)
-    for at in range(0, len(samples), 4):
-        batch = collate(samples[at : at + 4], 0)
-        counts = probe.counts(*batch)[1:]
-        total += torch.stack([probe(*batch)[1][1:] * counts, counts])
-    found = stream_ranks(model, samples), (total[0] / total[1].clamp(min=1)).tolist()
+    found = stream_ranks(model, samples), mean_losses(model, samples)[1:]
     return sum(p.numel() for p in model.streams.parameters()), found
 
 
@@ -144,8 +140,7 @@ def answers(base: Base, args: argparse.Namespace, tokenizer: Any) -> list[Sample
     every = (tokenizer.prompt_ids(e.prompt, instruction=args.instruction, system=e.system) for e in examples)
     prompts = [ids for ids in every if len(ids) <= args.max_length // 2]
     most = [args.max_length - len(ids) for ids in prompts]
-    found = dict(Decoding(base.backbone, prompts, set(tokenizer.stop_ids), most))
-    return [Sample((*ids, *found[i]), len(ids)) for i, ids in enumerate(prompts)]
+    return answered(base.backbone, tokenizer.stop_ids, prompts, most)
 
 
 def line(name: str, parameters: int, seconds: float, found: Found) -> dict[str, Any]:
@@ -191,7 +186,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         ]
         for each in found
     ]  # fmt: skip
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(report.table(head, *rows)).strip()
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

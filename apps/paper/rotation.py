@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from apps.paper import sweep
+from apps.paper.answers import answered
 from ssdevice.commands.opening import prepare_frameworks
 from ssdevice.data import read_examples
 from ssdevice.model import loading, step
@@ -115,7 +116,8 @@ def main(words: Sequence[str] | None = None) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             same, error = kept(values, gamma, largest(length, gamma), dtype)
             print(f"| {length} | {str(dtype).split('.')[1]} | {same:.0%} | {error:.2f} |")
-    samples = sweep.answered(model, tokenizer, [s.ids[: s.prompt] for s in every], args.answer_tokens)
+    prompts = [s.ids[: s.prompt] for s in every]
+    samples = answered(model.backbone, tokenizer.stop_ids, prompts, [args.answer_tokens] * len(prompts))
     settings = {"float32": (epsilon, None), "float16": (epsilon, torch.float16), "bfloat16": (epsilon, torch.bfloat16)}
     for name, (angle, dtype) in {**settings, "none": (0.0, None), "opposite": (-epsilon, None)}.items():
         with told_apart(angle, dtype=dtype):

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
+from apps.paper.answers import answered, mean_losses
 from ssdevice.adapters.settings import SETTINGS
+from ssdevice.bench import report
 from ssdevice.bench.quality import METRICS, choose_metric
 from ssdevice.commands.opening import prepare_frameworks
 from ssdevice.config import Mode, StreamConfig, StreamMLP
@@ -28,11 +30,7 @@ from ssdevice.data import Example, read_examples
 from ssdevice.model import loading
 from ssdevice.model.step import StreamModel
 from ssdevice.model.tokenizer import open_tokenizer
-from ssdevice.text.tokenizer import ChatTokenizer, Sample
-from ssdevice.train.batches import collate
-from ssdevice.train.decoding import Decoding
 from ssdevice.train.evaluation import stream_ranks
-from ssdevice.train.loss import LossWeights, StreamingLoss
 from ssdevice.train.options import UNFINISHED, Recipe, TrainOptions
 from ssdevice.train.trainer import train
 from ssdevice.tree import Tree, tokens_per_step
@@ -84,33 +82,23 @@ def finished(
     return found
 
 
-def answered(model: StreamModel, tokenizer: ChatTokenizer, prompts: Sequence[Sequence[int]], most: int) -> list[Sample]:
-    """The model's greedy answers, of at most ``most`` tokens."""
-    found = dict(Decoding(model.backbone, prompts, set(tokenizer.stop_ids), [most] * len(prompts)))
-    return [Sample((*ids, *found[i]), len(ids)) for i, ids in enumerate(prompts)]
-
-
 @torch.no_grad()
 def measured(model: StreamModel, adapter: Path, args: argparse.Namespace) -> dict[str, Any]:
     """β by tree, quality, and the mean losses of the next token and the streams along the targets."""
     tokenizer = open_tokenizer(args.model, adapter)
     examples: list[Example] = read_examples(args.dev, args.dev_limit)
     every = [tokenizer.sample(example, args.instruction) for example in examples]
-    samples = answered(model, tokenizer, [s.ids[: s.prompt] for s in every], args.answer_tokens)
+    prompts = [s.ids[: s.prompt] for s in every]
+    samples = answered(model.backbone, tokenizer.stop_ids, prompts, [args.answer_tokens] * len(prompts))
     texts = [tokenizer.decode(s.ids[s.prompt :]) for s in samples]
     metric = choose_metric(examples)
     assert metric is not None
     ranks = stream_ranks(model, samples)
-    probe, sums, counts = StreamingLoss(model, LossWeights(1.0, 1.0)), torch.zeros(model.gamma + 1), 0
-    for start in range(0, len(every), 8):
-        batch = collate(every[start : start + 8], tokenizer.stop_ids[0])
-        count = probe.counts(*batch)
-        sums, counts = sums + probe(*batch)[1] * count, counts + count
     return {
         "beta": {f"chain:{d}": tokens_per_step(ranks, Tree.chain(d)) for d in range(1, model.gamma + 1)},
         "beta by k": {k: tokens_per_step(ranks, Tree.full(k, model.gamma)) for k in BRANCHES},
         "quality": {name: sum(v) / len(v) for name, v in METRICS[metric](texts, examples).items()},
-        "losses": (sums / counts).tolist(),
+        "losses": mean_losses(model, every),
     }
 
 
@@ -127,7 +115,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         ]
         for each in found
     ]  # fmt: skip
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(report.table(head, *rows)).strip()
 
 
 def numbers_of(text: str) -> list[int]:

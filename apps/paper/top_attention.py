@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from apps.paper.answers import answered
 from ssdevice.data import read_examples
 from ssdevice.model import loading
 from ssdevice.model.attention import Attending, attend
@@ -27,7 +28,6 @@ from ssdevice.model.step import StreamModel
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 from ssdevice.train import loss
-from ssdevice.train.decoding import Decoding
 from ssdevice.train.evaluation import stream_ranks
 from ssdevice.tree import Tree, tokens_per_step
 
@@ -123,9 +123,7 @@ def main() -> None:
     print(f"| context | tokens of prompts | all | {' | '.join(f'p = {p}' for p in limits)} |")
     for context in contexts:
         prompts = long_prompts(texts, tokenizer, context, args.prompts)
-        stop, most = set(tokenizer.stop_ids), [args.max_tokens] * len(prompts)
-        answers = dict(Decoding(model.backbone, prompts, stop, most, slots=1))
-        samples = [Sample((*ids, *answers[i]), len(ids)) for i, ids in enumerate(prompts)]
+        samples = answered(model.backbone, tokenizer.stop_ids, prompts, [args.max_tokens] * len(prompts), slots=1)
         found = [tokens_a_step(model, samples, p) for p in (None, *limits)]
         mean = sum(map(len, prompts)) / len(prompts)
         print(f"| {context} | {mean:.0f} | {' | '.join(f'{beta:.2f}' for beta in found)} |", flush=True)

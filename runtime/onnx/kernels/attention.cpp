@@ -19,9 +19,9 @@
 namespace {
 
 constexpr float kHidden = -1e8f;
-constexpr int kHead = 64;      // elements of a head for which there are kernels of its own
-constexpr size_t kEnd = 16;    // floats of the widest vector
-constexpr size_t kNext = 16;   // rows whose keys are asked for before they are needed
+constexpr int kHead = 64;            // elements of a head for which there are kernels of its own
+constexpr int kWide = 2 * kLanes;    // floats of the widest vector
+constexpr size_t kNext = 16;         // rows whose keys are asked for before they are needed
 constexpr int64_t kAlone = 1 << 16;  // multiplications below which one thread is faster than two
 
 struct Sizes {
@@ -164,7 +164,6 @@ SSDEVICE_EACH void Values(const Heads& heads, Seen<Element>* seen, const float* 
 // Heads of 64 elements in vectors twice as wide, with the same bits: scores of two keys at once, and the rows of a tree together, for
 // which what all of them see is widened once.
 #define SSDEVICE_WIDE __attribute__((target("avx512f,avx2,fma,f16c")))
-constexpr int kWide = 2 * kLanes;
 
 SSDEVICE_WIDE inline __m512 Pair(const float* x, const float* y) {
   return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(Load(x))), _mm256_castps_pd(Load(y)), 1));
@@ -318,7 +317,7 @@ struct Call {
     size_t common = rows > 1 ? static_cast<size_t>(all) : 0;
     for (int r = 0; r < rows; ++r) {
       if (seen[r].call != number || seen[r].row != row + r) Gather(row + r, &seen[r]);
-      common = std::min(common, seen[r].leading / kEnd * kEnd);  // a row's weights end with a whole vector
+      common = std::min(common, seen[r].leading / kWide * kWide);  // a row's weights end with a whole vector
     }
     for (int64_t first = 0; first < sizes.groups; first += kGroups) {
       Query queries[kTogether];
@@ -337,7 +336,7 @@ struct Call {
     const int64_t width = sizes.heads * sizes.dim;
     seen->call = number;
     seen->row = row;
-    const size_t room = static_cast<size_t>(all) + kEnd;
+    const size_t room = static_cast<size_t>(all) + kWide;
     seen->keys.resize(room);
     seen->values.resize(room);
     seen->mask.resize(room);
@@ -354,7 +353,7 @@ struct Call {
         if (&run == runs && static_cast<int64_t>(count) == at + 1) seen->leading = count;
       }
     seen->count = count;
-    for (size_t i = count; i < count + kEnd; ++i) {  // a vector's end: scores of weight 0
+    for (size_t i = count; i < count + kWide; ++i) {  // a vector's end: scores of weight 0
       seen->keys[i] = runs[1].keys;
       seen->values[i] = runs[1].values;
       seen->mask[i] = -INFINITY;
