@@ -11,6 +11,7 @@ pytest.importorskip("coremltools", reason="needs the coreml extra")
 pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.bundle.folder import Bundle
+from ssdevice.config import Mode
 from ssdevice.contract import CHOOSING, FUNCTIONS, PLAIN, PREFILL, VERIFY_PLAIN, CacheForm
 from ssdevice.export.coreml.golden import TEXTS
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions
@@ -21,8 +22,11 @@ from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.text.tokenizer import ChatTokenizer
+from tests.conformance.engine_driver import OracleDriver
+from tests.conformance.oracle import check, drive
+from tests.export.models import write_adapter
 from tests.runtime import tiny_bundle
-from tests.runtime.sampling.promise import SAMPLERS
+from tests.runtime.sampling.promise import SAMPLERS, check_forced_drafts
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,6 +111,29 @@ def test_sampling_gives_the_same_answer_in_every_mode(bundle: Bundle, sampling: 
                 pass
             found.append((session.last.tokens, session.last.logprobs))
         assert found[0] == found[1] == found[2]
+
+
+def test_draft_layers_decode_as_plain_decoding(tmp_path):
+    own = write_adapter(
+        tmp_path / "own", tiny_bundle.base_folder(), Mode.LOSSLESS, msa_layers=0, adapter_rank=0, draft_layers=1
+    )
+    options = ExportOptions(
+        model=str(tiny_bundle.base_folder()),
+        target="coreml",
+        quant=Quant.INT8,
+        out=tmp_path / "bundle",
+        adapters=(("app", own),),
+        tree=tiny_bundle.TREE,
+        context=tiny_bundle.CONTEXT,
+        chunk=tiny_bundle.CHUNK,
+        choose=True,
+    )
+    made = export_bundle(options, lambda *_: None)
+    assert made.geometry.layers == 3  # two of the model's
+    driver = OracleDriver(open_engine(made, None, EngineOptions()))
+    check(drive(driver, [7, 21, 3, 14, 9], perturb=False), driver, row_tolerance=2e-3)
+    engine = open_engine(made, None, EngineOptions())
+    assert check_forced_drafts(engine, SAMPLERS[1], exactly=True) == set(range(1, tiny_bundle.TREE.emitted + 1))
 
 
 def test_a_model_without_streams_decodes_plainly(tmp_path):

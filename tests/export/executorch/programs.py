@@ -86,6 +86,19 @@ def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
 
 
 @cache
+def draft_layers(quant: Quant = Quant.INT8) -> Bundle:
+    """A bundle whose drafts come from a layer of its own, with rows in the cache; its host can choose tokens."""
+    own = {"msa_layers": 0, "adapter_rank": 0, "draft_layers": 1}
+    made = made_once("executorch/own", partial(write_adapter, base=base(), mode=Mode.LOSSLESS, gamma=2, **own))
+
+    def export(out: Path) -> None:
+        asked = replace(options(quant, Mode.LOSSLESS, Schedule.DEFERRED, out), adapters=(("app", made),), choose=True)
+        export_bundle(replace(asked, target_options=(ExecutorchOptions(logits=True),)), lambda *_: None)
+
+    return Bundle.open(made_once(f"executorch/own-{quant}", export))
+
+
+@cache
 def two_apps(mode: Mode) -> tuple[tuple[str, Path], ...]:
     """Two apps, in shared mode with LoRAs of rank 4 and 2."""
     made = []

@@ -44,6 +44,14 @@ def test_speculative_output_is_plain_output(combination: tuple[Quant, Mode, Sche
 
 
 @pytest.mark.lowering
+def test_speculative_output_of_draft_layers_is_plain_output() -> None:
+    bundle = programs.draft_layers()
+    assert bundle.geometry.layers == 3  # two of the model's
+    conform(open_engine(bundle, None, EngineOptions()))
+    check_forced_drafts(open_engine(bundle, None, EngineOptions()), SAMPLERS[0], exactly=True)
+
+
+@pytest.mark.lowering
 def test_speculative_output_of_an_app_in_slots_is_plain_output() -> None:
     """In INT8, which makes levels of what FP32 would hide in its last bit."""
     conform(open_engine(programs.slots(), "one", EngineOptions()))
