@@ -3,11 +3,11 @@
     python -m apps.paper.rivals --base models/base-7m --data train.jsonl.gz --dev dev.jsonl.gz --out OUT \
         --instruction "Write the SQL query." --limit 3000 --steps 300
 
-BPD, Medusa-1, Hydra, Hydra++ and EAGLE (``trained.py``) read the same main rows, which run once a batch; ``streams``
-and ``draft layers`` are ``ssdevice train --mode lossless`` on the same batches. Every one has the same seed, optimizer,
-schedule, learning rate and number of steps. Then the base answers the prompts of ``--dev`` greedily, and drafts are
-counted along its answers, as speculative decoding would take them. A run that was stopped goes on; what is finished
-is not run again. On the CPU.
+BPD, Medusa-1, Hydra, Hydra++, EAGLE (``trained.py``) and Mixture of Attentions (``mixture.py``) read the same main
+rows, which run once a batch; ``streams`` and ``draft layers`` are ``ssdevice train --mode lossless`` on the same
+batches. Every one has the same seed, optimizer, schedule, learning rate and number of steps. Then the base answers the
+prompts of ``--dev`` greedily, and drafts are counted along its answers, as speculative decoding would take them. A run
+that was stopped goes on; what is finished is not run again. On the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from typing import Any
 import torch
 
 from apps.paper.answers import answered, mean_losses
-from apps.paper.trained import RIVALS, Base, Drafter, losses
+from apps.paper import trained
+from apps.paper.mixture import MIXTURES
+from apps.paper.trained import Base, Drafter, losses
 from ssdevice import cli
 from ssdevice.adapters.settings import SETTINGS
 from ssdevice.bench import report
@@ -34,14 +36,15 @@ from ssdevice.model import loading
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train.batches import BatchOrder, collate, tokenize
-from ssdevice.train.evaluation import stream_ranks
+from ssdevice.train.evaluation import dev_prompts, ranks_of, stream_ranks
 from ssdevice.train.job import has_bf16
 from ssdevice.train.loss import IGNORE, completion_rows
-from ssdevice.train.optimization import _Run
+from ssdevice.train.optimization import Run
 from ssdevice.train.options import UNFINISHED
 from ssdevice.train.trainer import draft_ids
-from ssdevice.tree import MISS, Tree, tokens_per_step
+from ssdevice.tree import Tree, tokens_per_step
 
+RIVALS = {**trained.RIVALS, **MIXTURES}
 OURS = {"streams": (), "draft layers": ("--draft-layers", "1")}
 """Options of ``ssdevice train --mode lossless`` for our own."""
 SAVE = 50
@@ -52,7 +55,7 @@ Found = tuple[list[list[list[int]]], list[float]]
 
 def train(base: Base, names: Sequence[str], samples: Sequence[Sample], pad: int, args: argparse.Namespace) -> None:
     """Train these drafters side by side, each into its folder of ``--out``, from where they were."""
-    runs = {name: _Run(new(name, base, args.seed), args, args.steps) for name in names}
+    runs = {name: Run(new(name, base, args.seed), args, args.steps) for name in names}
     for name, run in runs.items():
         (folder(args, name) / UNFINISHED).mkdir(parents=True, exist_ok=True)
         run.resume(folder(args, name))
@@ -63,14 +66,14 @@ def train(base: Base, names: Sequence[str], samples: Sequence[Sample], pad: int,
         batch = collate(next(batches), pad)
         began = process_time()
         with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
-            states = base.states(batch.tokens)
+            main_rows = base.main(batch.tokens)
         shared = process_time() - began
         for name, run in runs.items():
             if run.step > step:
                 continue
             began, random = process_time(), torch.Generator().manual_seed((args.seed << 32) + step)
             with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
-                loss = run.loss.loss(batch, states, random)
+                loss = run.loss.loss(batch, main_rows, random)
             loss.backward()
             run.update([loss.item(), shared])
             run.history[-1].append(process_time() - began)
@@ -102,13 +105,10 @@ def counted(drafter: Drafter, samples: Sequence[Sample]) -> Found:
         batch = collate(group, 0)
         nodes = completion_rows(batch.prompts, batch.lengths)
         ahead = drafter.base.ahead(batch, nodes)
-        logits = drafter.guesses(batch.tokens, drafter.base.states(batch.tokens), nodes.clamp(min=0)).float()
+        logits = drafter.guesses(batch.tokens, drafter.base.main(batch.tokens), nodes.clamp(min=0)).float()
         total += torch.stack([losses(logits, ahead).sum((0, 1)), (ahead != IGNORE).sum((0, 1))])
-        wanted = logits.gather(3, ahead.clamp(min=0)[..., None])
-        lower = torch.arange(logits.shape[-1]) < ahead[..., None]  # ties go to the lowest id
-        better = ((logits > wanted) | ((logits == wanted) & lower)).sum(-1)
-        rows = torch.where(ahead == IGNORE, MISS, better).tolist()
-        ranks += [row[: len(sample.ids) - sample.prompt] for row, sample in zip(rows, group, strict=True)]
+        rows = zip(ranks_of(ahead, logits).tolist(), group, strict=True)
+        ranks += [row[: len(sample.ids) - sample.prompt] for row, sample in rows]
     return ranks, (total[0] / total[1].clamp(min=1)).tolist()
 
 
@@ -137,8 +137,7 @@ def train_ours(name: str, args: argparse.Namespace) -> None:
 def answers(base: Base, args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
     """The base's greedy answers to the prompts of ``--dev`` that leave half of ``--max-length`` to them."""
     examples = read_examples(args.dev, args.dev_limit, require_completion=False)
-    every = (tokenizer.prompt_ids(e.prompt, instruction=args.instruction, system=e.system) for e in examples)
-    prompts = [ids for ids in every if len(ids) <= args.max_length // 2]
+    prompts = [sample.ids for sample in dev_prompts(args, examples, tokenizer)]
     most = [args.max_length - len(ids) for ids in prompts]
     return answered(base.backbone, tokenizer.stop_ids, prompts, most)
 
@@ -162,11 +161,11 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rivals = [name for name in args.methods if name in RIVALS]
     train(base, rivals, samples, tokenizer.stop_ids[0], args)
     for name in rivals:
-        trained = _Run(new(name, base, args.seed), args, args.steps)
-        trained.resume(folder(args, name))
-        seconds = sum(shared + own for _, _, shared, own in trained.history)
-        parameters = sum(p.numel() for p in trained.learned.values())
-        yield line(name, parameters, seconds, counted(trained.loss, dev))
+        ended = Run(new(name, base, args.seed), args, args.steps)
+        ended.resume(folder(args, name))
+        seconds = sum(shared + own for _, _, shared, own in ended.history)
+        parameters = sum(p.numel() for p in ended.learned.values())
+        yield line(name, parameters, seconds, counted(ended.loss, dev))
     for name in (name for name in args.methods if name in OURS):
         began = process_time()
         train_ours(name, args)

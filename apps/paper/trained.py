@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,15 @@ from ssdevice.model.backbone import Backbone, Masks
 from ssdevice.model.visibility import causal
 from ssdevice.train.batches import Batch
 from ssdevice.train.loss import IGNORE, completion_rows, targets
+
+
+class Main(NamedTuple):
+    """What the base has in every row: the ``states [B, S, D]`` that its LM head reads, what enters its layers and leaves
+    the last (L + 1 times ``[B, S, D]``), and each layer's keys and values."""
+
+    states: Tensor
+    layers: Sequence[Tensor]
+    rows: Sequence[KeyValue]
 
 
 class Base:
@@ -37,13 +46,16 @@ class Base:
             self.place.fill_(IGNORE)[ids] = torch.arange(len(ids))
 
     @torch.no_grad()
-    def states(self, tokens: Tensor) -> Tensor:
-        """What the LM head reads in every row, ``[B, S] -> [B, S, D]``."""
+    def main(self, tokens: Tensor) -> Main:
+        """The rows of ``tokens [B, S]``."""
         positions, masks = self.causal(tokens.shape[1])
-        backbone = self.backbone
-        h = backbone.embed(tokens, positions.expand(len(tokens), -1))
-        h, _ = backbone.run(0, backbone.num_layers, h, backbone.rope(positions), masks)
-        return backbone.finish(h).float()
+        backbone, rope = self.backbone, self.backbone.rope(positions)
+        layers, rows = [backbone.embed(tokens, positions.expand(len(tokens), -1))], list[KeyValue]()
+        for i in range(backbone.num_layers):
+            h, row = backbone.run(i, i + 1, layers[-1], rope, masks)
+            layers.append(h)
+            rows += row
+        return Main(backbone.finish(layers[-1]).float(), layers, rows)
 
     def causal(self, width: int) -> tuple[Tensor, Masks]:
         """Positions ``[1, S]`` of whole sequences, and their masks."""
@@ -121,20 +133,20 @@ class Drafter(nn.Module):
         self.base = base
         self.weights = torch.ones(base.gamma)
 
-    def guesses(self, tokens: Tensor, states: Tensor, at: Tensor) -> Tensor:
+    def guesses(self, tokens: Tensor, main: Main, at: Tensor) -> Tensor:
         """Logits ``[B, n, γ, V]`` of the rows ``at [B, n]``.
 
-        Guess j reads ``states`` up to its row, and of ``tokens`` those up to j + 1 after it: in training the right
+        Guess j reads ``main`` up to its row, and of ``tokens`` those up to j + 1 after it: in training the right
         ones, in decoding those drafted. A draft counts only if those before it are right, so along the model's own
         answer both are the same.
         """
         raise NotImplementedError
 
-    def loss(self, batch: Batch, states: Tensor, random: torch.Generator) -> Tensor:
+    def loss(self, batch: Batch, main: Main, random: torch.Generator) -> Tensor:
         """What to make small, over the completions of ``batch``."""
         nodes = completion_rows(batch.prompts, batch.lengths)
         at, ahead = nodes.clamp(min=0), self.base.ahead(batch, nodes)
-        each = self.each(self.guesses(batch.tokens, states, at), ahead, states, at)
+        each = self.each(self.guesses(batch.tokens, main, at), ahead, main.states, at)
         return (means(each, ahead) * self.weights).sum()
 
     def each(self, logits: Tensor, ahead: Tensor, states: Tensor, at: Tensor) -> Tensor:
@@ -156,8 +168,8 @@ class BPD(Drafter):
         self.up, self.down = nn.Linear(base.width, inner), nn.Linear(inner, base.gamma * base.width)
         self.weights = self.weights / base.gamma
 
-    def guesses(self, tokens: Tensor, states: Tensor, at: Tensor) -> Tensor:
-        here = rows_at(states, at)
+    def guesses(self, tokens: Tensor, main: Main, at: Tensor) -> Tensor:
+        here = rows_at(main.states, at)
         moved = self.down(relu(self.up(here))).unflatten(-1, (self.base.gamma, -1))
         return self.base.logits(here[:, :, None] + moved)
 
@@ -197,8 +209,8 @@ class Medusa(Drafter):
         self.heads = nn.ModuleList(base.own_head() for _ in range(base.gamma))
         self.weights = 0.8 ** torch.arange(1, base.gamma + 1)
 
-    def guesses(self, tokens: Tensor, states: Tensor, at: Tensor) -> Tensor:
-        here = rows_at(states, at)
+    def guesses(self, tokens: Tensor, main: Main, at: Tensor) -> Tensor:
+        here = rows_at(main.states, at)
         pairs = zip(self.blocks, self.heads, strict=True)
         return torch.stack([self.base.logits(block(here), head) for block, head in pairs], dim=2)
 
@@ -226,8 +238,8 @@ class Hydra(Drafter):
         """What heads read of each row, ``[B, S, D]``."""
         return states
 
-    def guesses(self, tokens: Tensor, states: Tensor, at: Tensor) -> Tensor:
-        read, found = [rows_at(self.prefix(states), at)], []
+    def guesses(self, tokens: Tensor, main: Main, at: Tensor) -> Tensor:
+        read, found = [rows_at(self.prefix(main.states), at)], []
         for j, (block, head) in enumerate(zip(self.blocks, self.heads, strict=True), 1):
             read.append(self.base.embed(tokens, at + j))
             found.append(self.base.logits(block(torch.cat(read, dim=-1)), head))
@@ -286,13 +298,13 @@ class Eagle(Drafter):
         start = self.start(tokens, states, positions.long().expand(len(tokens), -1))
         return self.base.layer(self.layer, start, positions, masks)
 
-    def guesses(self, tokens: Tensor, states: Tensor, at: Tensor) -> Tensor:
-        made, row = self.next_states(tokens, states)
+    def guesses(self, tokens: Tensor, main: Main, at: Tensor) -> Tensor:
+        made, row = self.next_states(tokens, main.states)
         runs, found = [row], [rows_at(made, at)]
         for j in range(1, self.base.gamma):
             where = at + j
             state, row = self.base.layer(
-                self.layer, self.start(tokens, found[-1], where), where, self._masks(at, j, states.shape[1]), runs
+                self.layer, self.start(tokens, found[-1], where), where, self._masks(at, j, tokens.shape[1]), runs
             )
             runs.append(row)
             found.append(state)
@@ -309,7 +321,8 @@ class Eagle(Drafter):
 
         return self.base.backbone.masks(visible)
 
-    def loss(self, batch: Batch, states: Tensor, random: torch.Generator) -> Tensor:
+    def loss(self, batch: Batch, main: Main, random: torch.Generator) -> Tensor:
+        states = main.states
         noise = (2 * torch.rand(states.shape, generator=random) - 1) * self.NOISE
         made, _ = self.next_states(batch.tokens, states + noise)
         nodes = completion_rows(batch.prompts, batch.lengths)

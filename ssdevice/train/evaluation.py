@@ -76,13 +76,18 @@ def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) 
         s = probe.run_streams(states, nodes, data.tokens, rows)
         logits = _draft_logits(model, s, data.tokens, nodes.clamp(min=0)).float()
         ahead = probe.ahead(data.tokens, nodes, data.lengths).flatten(1)
-        wanted = logits.gather(2, ahead.clamp(min=0)[..., None])
-        ids = torch.arange(logits.shape[-1], device=device)
-        better = (logits > wanted) | ((logits == wanted) & (ids < ahead[..., None]))
-        ranks = torch.where(ahead == IGNORE, MISS, better.sum(-1)).reshape(*nodes.shape, model.gamma)
+        ranks = ranks_of(ahead, logits).reshape(*nodes.shape, model.gamma)
         for row, sample in zip(ranks.tolist(), group, strict=True):
             found.append(row[: len(sample.ids) - sample.prompt])
     return found
+
+
+def ranks_of(tokens: Tensor, logits: Tensor) -> Tensor:
+    """The ranks of ``tokens [..]`` among ``logits [.., V]``, 0 for the likeliest; MISS for IGNORE."""
+    wanted = logits.gather(-1, tokens.clamp(min=0)[..., None])
+    lower = torch.arange(logits.shape[-1], device=logits.device) < tokens[..., None]  # ties go to the lowest id
+    better = (logits > wanted) | ((logits == wanted) & lower)
+    return torch.where(tokens == IGNORE, MISS, better.sum(-1))
 
 
 def _draft_logits(model: StreamModel, s: Tensor, tokens: Tensor, nodes: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> l
     """
     options, place = job.options, job.place
     steps = options.steps or EPOCHS * order.per_epoch
-    run = _Run(loss, options, steps)
+    run = Run(loss, options, steps)
     run.resume(options.out)
     # An accelerator computes them sooner than it fetches them.
     keeps = options.frozen and place.device.type == "cpu"
@@ -99,7 +99,7 @@ def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> l
     return run.history
 
 
-class _Run:
+class Run:
     """What training changes: the adapter's parameters, their optimizer and its schedule, and the losses so far.
 
     Raises InputError if there is nothing to train.
