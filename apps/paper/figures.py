@@ -169,8 +169,8 @@ def gradients(model: StreamModel, batch: Batch) -> dict[str, Any]:
 COLORS = "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b"
 
 
-def plot(title: str, lines: Mapping[str, Sequence[float]], first: int = 0) -> str:
-    """An SVG of lines over 0, 1, .. (``first``: the number of their first point)."""
+def plot(title: str, lines: Mapping[str, Sequence[float]], marks: Sequence[object] | None = None) -> str:
+    """An SVG of lines over 0, 1, .., or over points with other ``marks``."""
     width, height, left = 640, 320, 48
     low, high = min(0.0, *map(min, lines.values())), max(map(max, lines.values()))
     points = max(map(len, lines.values()))
@@ -185,7 +185,7 @@ def plot(title: str, lines: Mapping[str, Sequence[float]], first: int = 0) -> st
     for value in (low, (low + high) / 2, high):
         parts.append(f'<line x1="{left}" x2="{x(points - 1)}" y1="{y(value)}" y2="{y(value)}" stroke="#ddd"/>')
         parts.append(f'<text x="{left - 6}" y="{y(value)}" text-anchor="end">{value:.2g}</text>')
-    parts += [f'<text x="{x(i)}" y="{height - 10}">{first + i}</text>' for i in range(points)]
+    parts += [f'<text x="{x(i)}" y="{height - 10}">{mark}</text>' for i, mark in enumerate(marks or range(points))]
     for number, (name, values) in enumerate(lines.items()):
         color, dash = COLORS[number % len(COLORS)], "" if number < len(COLORS) else ' stroke-dasharray="4"'
         for (i, a), (k, b) in pairwise(enumerate(values)):
@@ -211,7 +211,7 @@ def plots(found: Mapping[str, Any]) -> dict[str, str]:
     for name in ("fresh", "trained"):
         norms = found["gradients"][name]["norms of MLPs"]
         lines = {"next token": [row[0] for row in norms], **of([row[1:] for row in norms], "stream")}
-        made[f"gradients-{name}.svg"] = plot(f"Norms of gradients of MLP adapters by layer, {name}", lines, 1)
+        made[f"gradients-{name}.svg"] = plot(f"Norms of gradients of MLP adapters by layer, {name}", lines, range(1, len(norms) + 1))
     return made
 
 
