@@ -76,9 +76,8 @@ def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) 
         s = probe.run_streams(states, nodes, data.tokens, rows)
         logits = _draft_logits(model, s, data.tokens, nodes.clamp(min=0)).float()
         ahead = probe.ahead(data.tokens, nodes, data.lengths).flatten(1)
-        ranks = ranks_of(ahead, logits).reshape(*nodes.shape, model.gamma)
-        for row, sample in zip(ranks.tolist(), group, strict=True):
-            found.append(row[: len(sample.ids) - sample.prompt])
+        ranks = ranks_of(ahead, logits).reshape(*nodes.shape, model.gamma).tolist()
+        found += [row[: len(sample.ids) - sample.prompt] for row, sample in zip(ranks, group, strict=True)]
     return found
 
 
@@ -86,8 +85,7 @@ def ranks_of(tokens: Tensor, logits: Tensor) -> Tensor:
     """The ranks of ``tokens [..]`` among ``logits [.., V]``, 0 for the likeliest; MISS for IGNORE."""
     wanted = logits.gather(-1, tokens.clamp(min=0)[..., None])
     lower = torch.arange(logits.shape[-1], device=logits.device) < tokens[..., None]  # ties go to the lowest id
-    better = (logits > wanted) | ((logits == wanted) & lower)
-    return torch.where(tokens == IGNORE, MISS, better.sum(-1))
+    return torch.where(tokens == IGNORE, MISS, ((logits > wanted) | ((logits == wanted) & lower)).sum(-1))
 
 
 def _draft_logits(model: StreamModel, s: Tensor, tokens: Tensor, nodes: Tensor) -> Tensor:
