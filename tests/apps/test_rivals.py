@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad, silu, smooth_l1_loss
 from transformers import DynamicCache
 
-from apps.paper import rivals, trained
+from apps.paper import dynamic, rivals, trained
 from apps.paper.mixture import Attention, Mixture
 from apps.paper.rivals import RIVALS
 from apps.paper.trained import Base, Drafter, Main
@@ -23,7 +23,7 @@ from ssdevice.text.tokenizer import Sample
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import collate
 from ssdevice.train.decoding import Decoding
-from ssdevice.tree import Tree, tokens_per_step
+from ssdevice.tree import MISS, Tree, tokens_per_step
 from tests.runtime import tiny_bundle as tiny
 
 GAMMA = 3
@@ -279,21 +279,30 @@ def test_heads_begin_as_the_lm_head(name: str) -> None:
         assert torch.allclose(guesses[:, :, j], base.logits(main.states), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", RIVALS)
-def test_what_is_counted_along_an_answer_is_what_decoding_takes(name: str) -> None:
-    """A loop that drafts with its own drafts, verifies them with the library's model, and emits the same answer."""
-    base = new_base()
-    prompt, most = IDS[:8], 24
-    ((_, answer),) = Decoding(base.backbone, [prompt], {0}, [most])
-    sample = Sample((*prompt, *answer), len(prompt))
-    drafter = rivals.new(name, base, 0)
+def answered(base: Base) -> Sample:
+    """The base's own answer to the first tokens of IDS."""
+    ((_, answer),) = Decoding(base.backbone, [IDS[:8]], {0}, [24])
+    return Sample((*IDS[:8], *answer), 8)
+
+
+def taught_some(drafter: Drafter, sample: Sample, steps: int) -> None:
+    """Train a drafter on one sample."""
     batch = collate([sample], 0)
-    optimizer, main = torch.optim.Adam(drafter.parameters(), lr=3e-3), base.main(batch.tokens)
-    slow = name not in trained.RIVALS  # its reference above, and to learn
-    for _ in range(100 if slow else 25):
+    optimizer, main = torch.optim.Adam(drafter.parameters(), lr=3e-3), drafter.base.main(batch.tokens)
+    for _ in range(steps):
         optimizer.zero_grad()
         drafter.loss(batch, main, torch.Generator().manual_seed(0)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_is_counted_along_an_answer_is_what_decoding_takes(name: str) -> None:
+    """A loop that drafts with its own drafts, verifies them with the library's model, and emits the same answer."""
+    base, prompt = new_base(), IDS[:8]
+    sample = answered(base)
+    answer, drafter = sample.ids[len(prompt) :], rivals.new(name, base, 0)
+    slow = name not in trained.RIVALS  # its reference above, and to learn
+    taught_some(drafter, sample, 100 if slow else 25)
     weight = base.backbone.lm_head.weight
     for depth in range(GAMMA if slow else 1, GAMMA + 1):
         emitted = [int((library_states(prompt)[-1] @ weight.T).argmax())]
@@ -309,7 +318,7 @@ def test_what_is_counted_along_an_answer_is_what_decoding_takes(name: str) -> No
             right = next((j for j in range(depth) if drafts[j] != chosen[j]), depth)
             emitted += chosen[: right + 1]
             steps += 1
-        assert emitted[: len(answer)] == answer
+        assert emitted[: len(answer)] == [*answer]
         ranks, _ = rivals.counted(drafter, [sample])
         beta = tokens_per_step(ranks, Tree.chain(depth))
         assert beta == pytest.approx((len(answer) - 1) / steps)
@@ -366,3 +375,39 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     assert whole is not None and again is not None and again["step"] == 4
     for name, value in whole["weights"].items():
         assert torch.equal(value, again["weights"][name])
+
+
+def test_a_dynamic_tree_has_the_most_confident_drafts() -> None:
+    """Level by level with lists of paths, every draft made from scratch along its own path."""
+    base = new_base()
+    drafter, breadth = rivals.new("EAGLE", base, 0), 4
+    sample = answered(base)
+    taught_some(drafter, sample, 20)
+    found = dynamic.places(drafter, sample, breadth)
+    assert len(found) == len(sample.ids) - sample.prompt
+    main = library_main(sample.ids)
+    for i, mine in enumerate(found):
+        t = sample.prompt - 1 + i
+        known, level, every = up_to(main, t + 1), [((), 0.0)], []
+        for j in range(GAMMA):
+            made = []
+            for path, score in level:
+                log = torch.log_softmax(guess(drafter, known, [*sample.ids[: t + 2], *path], j), -1)
+                made += [((*path, token), score + log[token].item()) for token in log.topk(breadth)[1].tolist()]
+            every += made
+            level = sorted(made, key=lambda each: -each[1])[:breadth]
+        order = [path for path, _ in sorted(every, key=lambda each: -each[1])]
+        right = [sample.ids[t + 2 : t + 3 + j] for j in range(GAMMA) if t + 2 + j < len(sample.ids)]
+        expected = [order.index(path) if path in order else MISS for path in right]
+        assert mine == expected + [MISS] * (GAMMA - len(right))
+    assert {sum(place != MISS for place in row) for row in found} >= {0, 1, 2}
+
+
+def test_the_command_counts_dynamic_trees_of_a_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    rivals.main([*words, "--methods", "EAGLE"])
+    out = words[words.index("--out") + 1]
+    capsys.readouterr()
+    dynamic.main([out, "--sizes", "1,3,9", "--breadth", "3"])
+    rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line[2].isdigit()]
+    by_size = [float(row[1]) for row in rows]
+    assert by_size == sorted(by_size) and 1 <= by_size[0] <= by_size[-1] <= 3
