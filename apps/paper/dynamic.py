@@ -4,7 +4,7 @@
 
 At each step the tree follows the drafter's confidence: of every level the ``breadth`` drafts with the highest product of
 probabilities along their paths are drafted after, each with as many candidates, and the best of all candidates are
-verified, whatever their level. OUT is that of a run of ``rivals.py``: half of its dev answers choose the static trees
+verified, whatever their level. OUT is that of a run of ``rivals.py``: half of the dev answers choose the static trees
 (``Tree.from_counts``, as ``tune`` chooses), the other half is what all are counted on. No engine: a static step would
 need the tree's shape and mask as inputs.
 """
@@ -85,9 +85,10 @@ def dynamic(answers: Sequence[AnswerRanks], size: int, gamma: int) -> float:
     return tokens_per_step(kept, Tree.chain(gamma))
 
 
-def opened(out: Path) -> tuple[Eagle, list[Sample]]:
-    """The EAGLE of a run of ``rivals.py``, and the answers that drafts are counted along."""
+def opened(out: Path, prompts: int) -> tuple[Eagle, list[Sample]]:
+    """The EAGLE of a run of ``rivals.py``, and the base's answers to its first dev prompts."""
     args = Namespace(**json.loads((out / "options.json").read_text()), out=out)
+    args.dev_limit = prompts
     prepare_frameworks(args.threads)
     base = Base(loading.build(loading.load_hf(Path(args.base)), None, args.max_length).backbone, args.gamma)
     run = Run(rivals.new("EAGLE", base, args.seed), args, args.steps)
@@ -101,10 +102,11 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print β by the number of drafts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--dev-limit", type=int, default=200)
     parser.add_argument("--breadth", type=int, default=8)
     parser.add_argument("--sizes", default="4,8,16,32")
     args = parser.parse_args(words)
-    drafter, samples = opened(args.out)
+    drafter, samples = opened(args.out, args.dev_limit)
     ranks, half = rivals.counted(drafter, samples)[0], len(samples) // 2
     found, gamma = [places(drafter, sample, args.breadth) for sample in samples[half:]], drafter.base.gamma
     rows = []
