@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ssdevice.data import Example, read_examples
 from ssdevice.model import loading
 from ssdevice.model.step import StreamModel
 from ssdevice.model.tokenizer import open_tokenizer
+from ssdevice.text.tokenizer import Sample
 from ssdevice.train.evaluation import stream_ranks
 from ssdevice.train.options import UNFINISHED, Recipe, TrainOptions
 from ssdevice.train.trainer import train
@@ -39,6 +40,13 @@ SWEPT = {"msa_layers": [4], "gamma": [4], "rank": [32], "init_rank": [0]}
 """The options with several values, and the papers' value of each."""
 BRANCHES = (1, 2, 3)
 """k: candidates of each stream."""
+Answer = Callable[[StreamModel, Sequence[int], Sequence[Sequence[int]], int], list[Sample]]
+"""A model's greedy answers to prompts; the integers are its stop tokens and the most tokens of an answer."""
+
+
+def plainly(model: StreamModel, stop: Sequence[int], prompts: Sequence[Sequence[int]], most: int) -> list[Sample]:
+    """The answers of a model whose main rows see main rows only."""
+    return answered(model.backbone, stop, prompts, [most] * len(prompts))
 
 
 def points(lists: dict[str, list[int]]) -> dict[str, dict[str, int]]:
@@ -66,7 +74,11 @@ def options(args: argparse.Namespace, out: Path, point: dict[str, int]) -> Train
 
 
 def finished(
-    args: argparse.Namespace, name: str, point: dict[str, int], arm: AbstractContextManager[Any] | None = None
+    args: argparse.Namespace,
+    name: str,
+    point: dict[str, int],
+    arm: AbstractContextManager[Any] | None = None,
+    answer: Answer = plainly,
 ) -> dict[str, Any]:
     """The numbers of a point, which is trained and measured inside ``arm`` unless its file is there."""
     file, out = args.out / f"{name}.json", args.out / name
@@ -76,20 +88,20 @@ def finished(
         if not (out / SETTINGS).is_file() or (out / UNFINISHED).is_dir():
             train(options(args, out, point), lambda *_: None)
         model = loading.load(args.model, out, args.max_length).model
-        found = {"name": name, **point, "steps": args.steps, **measured(model, out, args)}
+        found = {"name": name, **point, "steps": args.steps, **measured(model, out, args, answer)}
     file.write_text(json.dumps(found) + "\n")
     print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
     return found
 
 
 @torch.no_grad()
-def measured(model: StreamModel, adapter: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measured(model: StreamModel, adapter: Path, args: argparse.Namespace, answer: Answer = plainly) -> dict[str, Any]:
     """β by tree, quality, and the mean losses of the next token and the streams along the targets."""
     tokenizer = open_tokenizer(args.model, adapter)
     examples: list[Example] = read_examples(args.dev, args.dev_limit)
     every = [tokenizer.sample(example, args.instruction) for example in examples]
     prompts = [s.ids[: s.prompt] for s in every]
-    samples = answered(model.backbone, tokenizer.stop_ids, prompts, [args.answer_tokens] * len(prompts))
+    samples = answer(model, tokenizer.stop_ids, prompts, args.answer_tokens)
     texts = [tokenizer.decode(s.ids[s.prompt :]) for s in samples]
     metric = choose_metric(examples)
     assert metric is not None

@@ -396,19 +396,24 @@ class StepModule(TreeModule):
         at = stream_positions(positions, gamma)
         ancestors = self.ancestors.repeat_interleave(gamma, dim=0)
         own = own_streams(size, gamma)
-        blind = torch.full((1, 1, size, size * gamma), model.backbone.mask_value)
+        of_main = self._streams_of_main()
 
         def streams_see(window: int | None) -> Tensor:
             tree = ancestors & within(at, positions, window)
             return torch.cat([committed(at, length, past[0][0].shape[2], window), tree, own], dim=1)[None, None]
 
         of_streams = model.backbone.masks(streams_see)
-        both_masks = {w: torch.cat([torch.cat([masks[w], blind], dim=3), of_streams[w]], dim=2) for w in masks}
+        both_masks = {w: torch.cat([torch.cat([masks[w], of_main], dim=3), of_streams[w]], dim=2) for w in masks}
         both = torch.cat([h, streams.start(h, gamma)], dim=1)
         where = torch.cat([positions, at])[None]
         with streams.rows_after(size):
             both, new = model.run_top_layers(both, both, where, both_masks, past)
         return both[:, :size], both[:, size:], [(keys[:, :, :size], values[:, :, :size]) for keys, values in new]
+
+    def _streams_of_main(self) -> Tensor:
+        """Additive mask ``[1, 1, T, T * γ]`` of main rows over streams: they see none (2402.11131 eq. 1)."""
+        size = self.tree.size
+        return torch.full((1, 1, size, size * self.model.gamma), self.model.backbone.mask_value)
 
 
 class PrefillModule(nn.Module):
