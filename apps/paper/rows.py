@@ -1,0 +1,89 @@
+"""What the rows of a step cost: milliseconds of a step of each bundle, and its parts.
+
+    python -m apps.paper.rows BUNDLE.. --threads 1
+
+The bundles differ in their trees. They take turns, and a step counts as the fastest quarter of its rounds took, for
+other work on a machine delays the rest. The shares of the parts are from a profile, which slows calls down.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from ssdevice.bench import report
+from ssdevice.contract import STEP
+from ssdevice.export.target import export_target
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.session import Session
+
+PARTS = ("layers", "head", "streams", "stream head")
+TOKEN = 5
+
+
+def begun(session: Session, length: int) -> Conversation:
+    """A conversation with ``length`` committed rows."""
+    talk = session.engine.new_conversation()
+    chunk = talk.geometry.chunk
+    for talk.length in range(0, length, chunk):
+        talk.prefill([TOKEN] * min(chunk, length - talk.length))
+    talk.length = length
+    return talk
+
+
+def timed(folders: Sequence[Path], threads: int, length: int, rounds: int) -> list[list[float]]:
+    """Milliseconds of a plain call and of a step, by bundle."""
+    sessions = [Session.open(folder, options=EngineOptions(threads=threads)) for folder in folders]
+    talks = [begun(session, length) for session in sessions]
+    spent = defaultdict[tuple[int, int], list[float]](list)
+    for _ in range(rounds):
+        for at, talk in enumerate(talks):
+            for number, call in enumerate((talk.step_plain, talk.step)):
+                talk.length, start = length, perf_counter()
+                call(TOKEN)
+                spent[at, number].append(1e3 * (perf_counter() - start))
+    for session in sessions:
+        session.close()
+    return [[float(np.quantile(spent[at, number], 0.25)) for number in (0, 1)] for at in range(len(folders))]
+
+
+def shares(folder: Path, threads: int, length: int, rounds: int) -> list[float]:
+    """The share of each of the PARTS in a step."""
+    with Session.open(folder, options=EngineOptions(threads=threads, profile=True)) as session:
+        talk = begun(session, length)
+        for _ in range(rounds):
+            talk.length = length
+            talk.step(TOKEN)
+        names = export_target(session.bundle.manifest.target).parts(session.engine)
+        spent = defaultdict[str, float](float)
+        for kernel in session.engine.profile()[STEP]:
+            spent[names.get(kernel.node, "other")] += kernel.microseconds
+    return [spent[part] / max(sum(spent.values()), 1e-9) for part in PARTS]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print a row for each bundle."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", type=Path, nargs="+")
+    for name, default in {"threads": 1, "length": 128, "rounds": 60}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args(words)
+    rows = []
+    for folder, (plain, step) in zip(
+        args.bundles, timed(args.bundles, args.threads, args.length, args.rounds), strict=True
+    ):
+        with Session.open(folder) as session:
+            size = session.engine.geometry.tree.size
+        found = shares(folder, args.threads, args.length, 10)
+        rows.append([folder.name, str(size), f"{plain:.2f}", f"{step:.2f}", *(f"{share:.1%}" for share in found)])
+    print("\n".join(report.table(["bundle", "T", "plain, ms", "step, ms", *PARTS], *rows)).strip())
+
+
+if __name__ == "__main__":
+    main()
