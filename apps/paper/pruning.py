@@ -203,7 +203,11 @@ def count(args: argparse.Namespace) -> None:
     for name, found in exits.items():
         with torch.no_grad():
             right = (model.draft_tokens(found(states).argmax(-1)) == tokens).float().mean().item()
-            print(f"exit {name}: {right:.1%} of the next tokens, {found.loss(states, tokens).item():.3f} nats")
+            print(
+                f"exit {name}: {right:.1%} of the next tokens, {found.loss(states, tokens).item():.3f} nats", flush=True
+            )
+    if not args.all_exits:
+        exits = {name: found for name, found in exits.items() if found.term is not None and not found.alone}
     ranks, rows = [answer.ranks for answer in dev], []
     for pair in args.pairs:
         name, _, nodes = pair.rpartition(":")
@@ -228,6 +232,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--data", type=Path, nargs="+", required=True)
     add("--instruction", default="")
     add("--pairs", nargs="+", default=PAIRS, help="TREE:m")
+    add("--all-exits", action="store_true", help="count β for M and o(M), too")
     numbers = {"limit": 200, "dev-limit": 100, "max-tokens": 64, "context": 512, "k": 16, "rank": 8, "steps": 400}
     for name, default in {**numbers, "seed": 0, "threads": 1}.items():
         add(f"--{name}", type=int, default=default)

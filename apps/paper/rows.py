@@ -1,9 +1,10 @@
-"""What the rows of a step cost: milliseconds of a step of each bundle, and its parts.
+"""What the rows of a step cost: CPU milliseconds of a step of each bundle, and its parts.
 
-    python -m apps.paper.rows BUNDLE.. --threads 1
+    python -m apps.paper.rows BUNDLE..
 
-The bundles differ in their trees. They take turns, and a step counts as the fastest quarter of its rounds took, for
-other work on a machine delays the rest. The shares of the parts are from a profile, which slows calls down.
+The bundles differ in their trees. They take turns, and a step counts as the fastest quarter of its rounds took. CPU time
+of one thread, because waiting for other work of a machine is then not counted. The shares are from a profile, which
+slows calls down.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 import numpy as np
 
@@ -37,25 +38,25 @@ def begun(session: Session, length: int) -> Conversation:
     return talk
 
 
-def timed(folders: Sequence[Path], threads: int, length: int, rounds: int) -> list[list[float]]:
-    """Milliseconds of a plain call and of a step, by bundle."""
-    sessions = [Session.open(folder, options=EngineOptions(threads=threads)) for folder in folders]
+def timed(folders: Sequence[Path], length: int, rounds: int) -> list[list[float]]:
+    """CPU milliseconds of a plain call and of a step, by bundle."""
+    sessions = [Session.open(folder, options=EngineOptions(threads=1)) for folder in folders]
     talks = [begun(session, length) for session in sessions]
     spent = defaultdict[tuple[int, int], list[float]](list)
     for _ in range(rounds):
         for at, talk in enumerate(talks):
             for number, call in enumerate((talk.step_plain, talk.step)):
-                talk.length, start = length, perf_counter()
+                talk.length, start = length, process_time()
                 call(TOKEN)
-                spent[at, number].append(1e3 * (perf_counter() - start))
+                spent[at, number].append(1e3 * (process_time() - start))
     for session in sessions:
         session.close()
     return [[float(np.quantile(spent[at, number], 0.25)) for number in (0, 1)] for at in range(len(folders))]
 
 
-def shares(folder: Path, threads: int, length: int, rounds: int) -> list[float]:
+def shares(folder: Path, length: int, rounds: int) -> list[float]:
     """The share of each of the PARTS in a step."""
-    with Session.open(folder, options=EngineOptions(threads=threads, profile=True)) as session:
+    with Session.open(folder, options=EngineOptions(threads=1, profile=True)) as session:
         talk = begun(session, length)
         for _ in range(rounds):
             talk.length = length
@@ -71,18 +72,16 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print a row for each bundle."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="+")
-    for name, default in {"threads": 1, "length": 128, "rounds": 60}.items():
+    for name, default in {"length": 128, "rounds": 60}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args(words)
     rows = []
-    for folder, (plain, step) in zip(
-        args.bundles, timed(args.bundles, args.threads, args.length, args.rounds), strict=True
-    ):
+    for folder, (plain, step) in zip(args.bundles, timed(args.bundles, args.length, args.rounds), strict=True):
         with Session.open(folder) as session:
             size = session.engine.geometry.tree.size
-        found = shares(folder, args.threads, args.length, 10)
+        found = shares(folder, args.length, 10)
         rows.append([folder.name, str(size), f"{plain:.2f}", f"{step:.2f}", *(f"{share:.1%}" for share in found)])
-    print("\n".join(report.table(["bundle", "T", "plain, ms", "step, ms", *PARTS], *rows)).strip())
+    print("\n".join(report.table(["bundle", "T", "plain, CPU ms", "step, CPU ms", *PARTS], *rows)).strip())
 
 
 if __name__ == "__main__":

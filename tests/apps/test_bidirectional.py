@@ -1,4 +1,4 @@
-"""``apps/paper/bidirectional.py``: equation 3 of the second paper, in training and in decoding."""
+"""``apps/paper/bidirectional.py``: equation 3 of the second paper, in training and in decoding; and ``peeking.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apps.paper import bidirectional
+from apps.paper import bidirectional, peeking
 from apps.paper.bidirectional import Decoder, SeeingLoss, SeeingStep
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.model.loading import build
@@ -196,6 +196,27 @@ def test_ranks_are_those_of_steps() -> None:
         out = decoder.advance(decoder.plain, token, out.drafts)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", peeking.ARMS)
+def test_what_a_row_knows_of_the_tokens_after_it(name: str) -> None:
+    """Which tokens change what row t chooses: with the changed mask the one to choose, too."""
+    model = build(tiny_model("llama"), StreamConfig(gamma=GAMMA, msa_layers=1), CONTEXT).eval()
+    with peeking.peeking(peeking.ARMS[name]):
+        loss = bidirectional.answers.StreamingLoss(model, LossWeights(1.0, 0.0))
+    tokens, t = torch.randint(0, VOCAB, (1, 14), generator=torch.Generator().manual_seed(2)), 5
+    before, known = loss.states(tokens)[0, t], []  # type: ignore[operator]
+    for at in range(14):
+        other = tokens.clone()
+        other[0, at] = (other[0, at] + 1) % VOCAB
+        if not torch.equal(loss.states(other)[0, t], before):  # type: ignore[operator]
+            known.append(at - t)
+    past, seen = [*range(-t, 1)], [*range(2, GAMMA + 2)]
+    if name == "the rows of these tokens":
+        assert {*past, 1, *seen} < {*known}
+    else:
+        assert known == [*past, *(seen if name == "these tokens alone" else [])]
+
+
 def test_the_script_trains_both_arms_and_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": text, "completion": text[::-1] * 2} for text in ("abcab", "bca", "hello", "abc")]
     data = tmp_path / "rows.jsonl"
@@ -208,3 +229,6 @@ def test_the_script_trains_both_arms_and_compares_them(tmp_path: Path, capsys: p
     assert "answers by plain steps that are those of speculative ones: 4 of 4" in shown
     bidirectional.main([*files, *few, "--msa-layers", "1", "--rank", "2"])
     assert capsys.readouterr().out == shown
+    peeking.main([*files, *few, "--msa-layers", "1", "--rank", "2"])
+    shown = capsys.readouterr().out
+    assert all(f'"rows see": "{name}", "next token": ' in shown for name in peeking.ARMS)
