@@ -2,10 +2,10 @@
 
     python -m apps.paper.bidirectional --model MODEL --data train.jsonl.gz --dev dev.jsonl.gz --out OUT
 
-Trains two arms as ``sweep.py`` trains a point, the first paper's shared mode and this one, and measures both. A main row
-needs its streams, so they run together in training (in one pass: rows of a batch must fit) and in decoding, where a step
-is ``fused`` and a plain step is the root with its γ streams. Streams that see the chosen token (g) are impossible here:
-the row that chooses would see them. Prompt rows have no streams, but for the last one, which is a plain step.
+Trains two arms as ``sweep.py`` trains a point, the first paper's shared mode and this one, and measures both. A main
+row needs its streams, so they run together in training (in one pass: rows of a batch must fit) and in decoding, where a
+step is ``fused`` and a plain step is the root with its γ streams. Streams that see the chosen token (g) are impossible
+here: the row that chooses would see them. Prompt rows have no streams, but for the last one, which is a plain step.
 """
 
 from __future__ import annotations

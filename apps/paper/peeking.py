@@ -3,10 +3,10 @@
     python -m apps.paper.peeking --model MODEL --data train.jsonl.gz --dev dev.jsonl.gz --out OUT
 
 Row t, which chooses token t + 1, sees the γ true tokens after that one. Trains a LoRA on the next token alone, as
-``sweep.py`` trains a point, in three arms: rows that see none of them; the paper's changed mask, by which a row sees the
-rows of these tokens; and rows that see them without a leak. The changed mask leaks: row t + 2 has attended to row t + 1,
-whose token is the one to choose. Without a leak each row has two more beside it: the token alone, seeing no other, and
-a row that sees the plain rows up to t and the tokens t + 2 .. t + 1 + γ alone, which chooses.
+``sweep.py`` trains a point, in three arms: rows that see none of them; the paper's changed mask, by which a row sees
+the rows of these tokens; and rows that see them without a leak. The changed mask leaks: row t + 2 has attended to row
+t + 1, whose token is the one to choose. Without a leak each row has two more beside it: the token alone, seeing no
+other, and a row that sees the plain rows up to t and the tokens t + 2 .. t + 1 + γ alone, which chooses.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m apps.paper.rows BUNDLE..
 
-The bundles differ in their trees. They take turns, and a step counts as the fastest quarter of its rounds took. CPU time
-of one thread, because waiting for other work of a machine is then not counted. The shares are from a profile, which
+The bundles differ in their trees. They take turns, and a step counts as the fastest quarter of its rounds took, in CPU
+time of one thread, which does not count the waiting for other work of a machine. The shares are from a profile, which
 slows calls down.
 """
 

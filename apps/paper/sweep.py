@@ -69,7 +69,7 @@ def options(args: argparse.Namespace, out: Path, point: dict[str, int]) -> Train
     return TrainOptions(
         str(args.model), tuple(args.data), "sweep", out, streams, recipe, instruction=args.instruction,
         limit=args.limit, steps=args.steps, batch_size=args.batch_size, lr=args.lr, draft_vocabulary=0,
-        precision=args.precision, seed=args.seed, by_reach=False,
+        precision=args.precision, seed=args.seed, by_reach=False, init=args.init,
     )  # fmt: skip
 
 
@@ -147,6 +147,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     for name, default in {**numbers, "answer-tokens": 96, "threads": 1}.items():
         found.add_argument(f"--{name}", type=int, default=default)
     found.add_argument("--lr", type=float, default=2e-3)
+    found.add_argument("--init", type=Path, help="an adapter to go on with, whose numbers every point must have")
     found.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
     for name, values in SWEPT.items():
         found.add_argument(f"--{name.replace('_', '-')}", type=numbers_of, default=values)
