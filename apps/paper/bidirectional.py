@@ -106,8 +106,8 @@ class SeeingLoss(StreamingLoss):
 class SeeingStep(StepModule):
     """The ``fused`` step in which the main row of a node sees its own γ streams."""
 
-    def _streams_of_main(self) -> Tensor:
-        mine = torch.eye(self.tree.size, dtype=torch.bool).repeat_interleave(self.model.gamma, dim=1)
+    def _streams_of_main(self, size: int, gamma: int) -> Tensor:
+        mine = torch.eye(size, dtype=torch.bool).repeat_interleave(gamma, dim=1)
         return additive(mine, self.model.backbone.mask_value)[None, None]
 
 

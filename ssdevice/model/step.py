@@ -396,7 +396,7 @@ class StepModule(TreeModule):
         at = stream_positions(positions, gamma)
         ancestors = self.ancestors.repeat_interleave(gamma, dim=0)
         own = own_streams(size, gamma)
-        of_main = self._streams_of_main()
+        of_main = self._streams_of_main(size, gamma)
 
         def streams_see(window: int | None) -> Tensor:
             tree = ancestors & within(at, positions, window)
@@ -410,10 +410,9 @@ class StepModule(TreeModule):
             both, new = model.run_top_layers(both, both, where, both_masks, past)
         return both[:, :size], both[:, size:], [(keys[:, :, :size], values[:, :, :size]) for keys, values in new]
 
-    def _streams_of_main(self) -> Tensor:
+    def _streams_of_main(self, size: int, gamma: int) -> Tensor:
         """Additive mask ``[1, 1, T, T * γ]`` of main rows over streams: they see none (2402.11131 eq. 1)."""
-        size = self.tree.size
-        return torch.full((1, 1, size, size * self.model.gamma), self.model.backbone.mask_value)
+        return torch.full((1, 1, size, size * gamma), self.model.backbone.mask_value)
 
 
 class PrefillModule(nn.Module):
