@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, smooth_l1_loss
 
 from apps.paper.trained import Base, Drafter, Main, rows_at, taught
-from ssdevice.model.attention import Attending, KeyValue, attend
+from ssdevice.model.attention import MASKED, Attending, KeyValue, attend
 from ssdevice.model.backbone import Masks
-from ssdevice.model.visibility import additive, own_streams, stream_positions
+from ssdevice.model.visibility import additive, causal, own_streams, stream_positions
 from ssdevice.train.batches import Batch
 from ssdevice.train.loss import IGNORE, completion_rows, targets
 
@@ -104,10 +104,10 @@ class Mixture(Drafter):
 
     def queries(self, tokens: Tensor) -> Tensor:
         """What self-attention makes of the tokens up to each, ``[B, S, D]``."""
-        positions, masks = self.base.causal(tokens.shape[1])
-        turn, every = self.turn(positions), positions.long().expand(len(tokens), -1)
-        mask = additive(torch.ones(len(positions[0]), len(positions[0]), dtype=torch.bool).tril()[None, None], -1e9)
-        return self.tokens(self.base.embed(tokens, every), mask, turns=turn and (turn, turn))
+        positions = torch.arange(tokens.shape[1])
+        words = self.base.embed(tokens, positions.expand(len(tokens), -1))
+        mask, turn = additive(causal(positions, None)[None, None], MASKED), self.turn(positions[None])
+        return self.tokens(words, mask, turns=turn and (turn, turn))
 
     def memory(self, main: Main) -> Tensor:
         """The key and value of each verified row, ``[B, S, 2 * kv_heads * dim]``."""
@@ -124,7 +124,7 @@ class Mixture(Drafter):
         at = at.clamp(max=len(every) - 1)
         query, turn = self.turn(at), self.turn(every[None])
         seen = every <= last[..., None]
-        mask = additive(seen[:, None], backbone.mask_value)
+        mask = additive(seen[:, None], MASKED)
         state = self.across(rows_at(self.queries(tokens), at), mask, self.memory(main), query and (query, turn))
         if not self.UPPER:
             return state, backbone.finish(state)
