@@ -15,7 +15,11 @@ from ssdevice.train.loss import LossWeights, StreamingLoss
 
 
 def answered(
-    backbone: Backbone, stop: Iterable[int], prompts: Sequence[Sequence[int]], most: Sequence[int], slots: int | None = None
+    backbone: Backbone,
+    stop: Iterable[int],
+    prompts: Sequence[Sequence[int]],
+    most: Sequence[int],
+    slots: int | None = None,
 ) -> list[Sample]:
     """The model's greedy answers; ``most``: tokens of each. ``slots``: see ``Decoding``."""
     found = dict(Decoding(backbone, prompts, set(stop), most, slots=slots))

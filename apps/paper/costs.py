@@ -4,7 +4,7 @@
 
 Counted from the shape in ``config.json``, for decoders of Llama's kind: products of matrices, and of attention the
 scores and sums over all rows that are there; no norms, activations or rotations. For one chain of γ drafts after
-``--context`` rows: what a draft costs (with the head, of all tokens), and what each row that was verified costs besides.
+``--context`` rows: what a draft costs (with the head, of all tokens), and what each verified row costs besides.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m apps.paper.dynamic OUT --breadth 8 --sizes 4,8,16,32
 
-At each step the tree follows the drafter's confidence: of every level the ``breadth`` drafts with the highest product of
-probabilities along their paths are drafted after, each with as many candidates, and the best of all candidates are
+At each step the tree follows the drafter's confidence: of every level the ``breadth`` drafts with the highest product
+of probabilities along their paths are drafted after, each with as many candidates, and the best of all candidates are
 verified, whatever their level. OUT is that of a run of ``rivals.py``: half of the dev answers choose the static trees
 (``Tree.from_counts``, as ``tune`` chooses), the other half is what all are counted on. No engine: a static step would
 need the tree's shape and mask as inputs.
@@ -35,7 +35,7 @@ from ssdevice.tree import MISS, AnswerRanks, Tree, count_paths, tokens_per_step
 
 @torch.no_grad()
 def places(drafter: Eagle, sample: Sample, breadth: int) -> AnswerRanks:
-    """For each completion token: the places of the right drafts after it among all candidates, the most confident first.
+    """For each completion token: the places of the right drafts after it among all candidates, by confidence.
 
     They are those of the tokens 1, 2, .. places later; MISS for what is no candidate. A tree of m drafts has those
     with places below m, for a candidate is never before its parent.

@@ -211,7 +211,9 @@ def plots(found: Mapping[str, Any]) -> dict[str, str]:
     for name in ("fresh", "trained"):
         norms = found["gradients"][name]["norms of MLPs"]
         lines = {"next token": [row[0] for row in norms], **of([row[1:] for row in norms], "stream")}
-        made[f"gradients-{name}.svg"] = plot(f"Norms of gradients of MLP adapters by layer, {name}", lines, range(1, len(norms) + 1))
+        made[f"gradients-{name}.svg"] = plot(
+            f"Norms of gradients of MLP adapters by layer, {name}", lines, range(1, len(norms) + 1)
+        )
     return made
 
 

@@ -51,7 +51,7 @@ class Attention(nn.Module):
         query, (keys, values) = self.split(self.query(normed)), self.pair(self.rows(normed) if self.rows else rows)
         if turns is not None:
             query, keys = turned(query, turns[0]), turned(keys, turns[1])
-        none = torch.zeros(1, 1)  # the positions that Attending has are those of a kernel
+        none = torch.zeros(1, 1)  # only attention in a graph asks for positions
         read = attend(Attending(query, [keys], [values.to(keys.dtype)], mask, none, self.dim**-0.5, None))
         x = x + self.out(read.flatten(2))
         y = self.between(x)
@@ -85,7 +85,7 @@ class Mixture(Drafter):
     """
 
     UPPER, SPAN, CLASSES = 0, (5, 15), 0.1
-    """N (at most all layers); the shortest and longest piece; the weight of the classes' loss beside that of states (smooth L1)."""
+    """N (at most all layers); the shortest and longest piece; the weight of the classes' loss beside that of states."""
 
     def __init__(self, base: Base) -> None:
         super().__init__(base)

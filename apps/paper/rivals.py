@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from apps.paper.answers import answered, mean_losses
 from apps.paper import trained
+from apps.paper.answers import answered, mean_losses
 from apps.paper.mixture import MIXTURES
 from apps.paper.trained import Base, Drafter, losses
 from ssdevice import cli

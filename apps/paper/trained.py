@@ -23,8 +23,8 @@ from ssdevice.train.loss import IGNORE, completion_rows, targets
 
 
 class Main(NamedTuple):
-    """What the base has in every row: the ``states [B, S, D]`` that its LM head reads, what enters its layers and leaves
-    the last (L + 1 times ``[B, S, D]``), and each layer's keys and values."""
+    """What the base has in every row: the ``states [B, S, D]`` that its LM head reads, what enters its layers and
+    leaves the last (L + 1 times ``[B, S, D]``), and each layer's keys and values."""
 
     states: Tensor
     layers: Sequence[Tensor]
