@@ -8,16 +8,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from functools import cache
 
-_said: set[str] = set()
 _muted = threading.RLock()
 
 
+@cache
 def say_once(text: str) -> None:
     """Print a line on stderr unless this process has already printed it."""
-    if text not in _said:
-        _said.add(text)
-        print(text, file=sys.stderr)
+    print(text, file=sys.stderr)
 
 
 @contextmanager

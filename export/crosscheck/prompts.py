@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssdevice.errors import InputError, TemplateRefusal
-from ssdevice.model.tokenizer import ADDED_TOKENS_FILE, CONVERSATIONS, as_shipped, as_transformers
+from ssdevice.errors import InputError
+from ssdevice.model.tokenizer import ADDED_TOKENS_FILE, CONVERSATIONS, as_shipped, as_transformers, prompt_ids
 from ssdevice.text.chat_template import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object
 from ssdevice.text.frames import Message
-from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer
 
 TEXTS = (
@@ -95,17 +94,11 @@ class _Reference:
         return str(self.opened.decode(text, skip_special_tokens=True))
 
 
-def _ours(bundled: ChatTokenizer, case: Case) -> Ids:
-    try:
-        return bundled.encode(case) if isinstance(case, str) else bundled.chat_ids(Chat(tuple(case)))
-    except TemplateRefusal:
-        return None
-
-
 def _first_difference(bundled: ChatTokenizer, reference: _Reference, cases: Sequence[Case]) -> str | None:
     """The first text or conversation with other ids or another text, and both; None if there is none."""
     for case in cases:
-        ids, expected = _ours(bundled, case), reference.ids(case)
+        ids: Ids = bundled.encode(case) if isinstance(case, str) else prompt_ids(bundled, case)
+        expected = reference.ids(case)
         if ids != expected:
             return f"{_shown(case)} has the ids {_part(ids, expected)}, with transformers {_part(expected, ids)}"
         if ids is None:

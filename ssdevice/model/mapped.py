@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from weakref import WeakSet
 
@@ -47,9 +47,7 @@ def release() -> None:
 @contextmanager
 def released_after(layers: Iterable[nn.Module]) -> Iterator[None]:
     """In this context mapped weights leave memory whenever one of these modules has run."""
-    hooks = [layer.register_forward_hook(lambda *_: release()) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(lambda *_: release()))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

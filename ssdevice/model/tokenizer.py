@@ -202,12 +202,13 @@ def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:
     """What gives prompts of ``other`` other ids than with ``one``, or ends its answers elsewhere; None if nothing."""
     if one.tokenizer_json != other.tokenizer_json:
         return "tokenizers"
-    if any(_ids(one, conversation) != _ids(other, conversation) for conversation in CONVERSATIONS):
+    if any(prompt_ids(one, conversation) != prompt_ids(other, conversation) for conversation in CONVERSATIONS):
         return "chat templates"
     return None if set(other.stop_ids) <= set(one.stop_ids) else "tokens that end answers"
 
 
-def _ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
+def prompt_ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
+    """The ids of a conversation before its next answer; None if the template refuses it."""
     try:
         return tokenizer.chat_ids(Chat(tuple(conversation)))
     except TemplateRefusal:

@@ -74,6 +74,14 @@ inline void Ask(const Element* from, int64_t count) {
   for (int64_t d = 0; d < count; d += static_cast<int64_t>(kLine / sizeof(Element))) __builtin_prefetch(from + d);
 }
 
+// run(number), with a number of query heads that is known when this is compiled.
+template <int Q = kTogether, typename Run>
+void WithCount(int count, Run run) {
+  if constexpr (Q > 1)
+    if (count < Q) return WithCount<Q - 1>(count, run);
+  run(std::integral_constant<int, Q>());
+}
+
 template <typename Element>
 void Portable(const Heads& heads, Seen<Element>* seen) {
   const size_t count = seen->count;
@@ -233,14 +241,6 @@ SSDEVICE_WIDE void WideValues(const Heads& heads, const Seen<Element>& seen, siz
       _mm512_storeu_ps(heads.of[g].y + kWide * v, totals ? _mm512_div_ps(out[g][v], _mm512_set1_ps(totals[g])) : out[g][v]);
 }
 
-// run(number), with a number of query heads that is known when this is compiled.
-template <int Q = kTogether, typename Run>
-void WithCount(int count, Run run) {
-  if constexpr (Q > 1)
-    if (count < Q) return WithCount<Q - 1>(count, run);
-  run(std::integral_constant<int, Q>());
-}
-
 // The query heads of some rows, those of each one after another. ``common``: how many of the first keys are the same for all rows.
 template <typename Element>
 void Wide(const Heads& all, const Seen<Element>* seen, int rows, size_t common) {
@@ -284,11 +284,8 @@ void Attend(const Heads& heads, Seen<Element>* seen, [[maybe_unused]] int rows, 
   if (IsWide(heads.dim)) return Wide(heads, seen, rows, common);
 #endif
 #ifdef SSDEVICE_EIGHT
-  if (kEight && heads.dim % kLanes == 0) {
-    if (heads.count == 1) return InVectors<1>(heads, seen);
-    if (heads.count == 2) return InVectors<2>(heads, seen);
-    return InVectors<3>(heads, seen);
-  }
+  if (kEight && heads.dim % kLanes == 0)
+    return WithCount<kGroups>(heads.count, [&](auto count) { InVectors<count>(heads, seen); });
 #endif
   Portable(heads, seen);
 }

@@ -18,8 +18,6 @@ constexpr float kLeast = 1e-35f;  // rows below are zeros: 127 / kLeast is still
 
 using Rows = BlockRows;
 
-// ---- Weights -----------------------------------------------------------------------------------------------------------
-
 Scales ScalesOf(const float* scales, int64_t count) {
   const bool halves = std::all_of(scales, scales + count, [](float scale) { return (BitCast<uint32_t>(scale) & 0xFFFF) == 0; });
   return halves ? Scales::kShort : Scales::kWhole;
@@ -46,8 +44,6 @@ Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const floa
   }
   return made;
 }
-
-// ---- Rows ------------------------------------------------------------------------------------------------------------
 
 void QuantizeBlock(const float* x, int count, Rows::Part* out) {
   float peak = 0;
@@ -92,8 +88,6 @@ void QuantizeRow(const float* x, int64_t inputs, int64_t stride, Rows::Part* to)
     QuantizeBlock(x + at, count, to);
   }
 }
-
-// ---- The operator ------------------------------------------------------------------------------------------------------
 
 class Int4 : public Kernel {
  public:

@@ -51,9 +51,7 @@ __attribute__((target("avx2"), always_inline)) inline __m256 EightScales(const u
 template <int R, Scales S>
 SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  __m256 sums[R][kVectors];
-  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
-    SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_ps();
+  __m256 sums[R][kVectors] = {};
   const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; b += 2, unit += UnitOf(S)) {
     Prefetch(unit + kAhead, UnitOf(S));
@@ -61,9 +59,7 @@ SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns
       if (b + second == t.blocks) break;
       const uint8_t *codes = unit + CodesAt(second, S), *from = unit + ScalesAt(second, S);
       const BlockRows::Part* rows = t.At(b + second);
-      __m256i pairs[R][kVectors];
-      SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
-        SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) pairs[r][v] = _mm256_setzero_si256();
+      __m256i pairs[R][kVectors] = {};
       SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
         SSDEVICE_UNROLL for (int half = 0; half < 2; ++half) {
           __m256i w[kVectors];
@@ -167,9 +163,7 @@ SSDEVICE_TARGET_DOT inline float32x4_t FourScales(const uint8_t* from, int v) {
 template <int R, Scales S>
 SSDEVICE_TARGET_DOT void Dot(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   for (int first = 0; first < kQuarters; first += 2) {
-    float32x4_t sums[R][2];
-    SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
-      SSDEVICE_UNROLL for (int v = 0; v < 2; ++v) sums[r][v] = vdupq_n_f32(0);
+    float32x4_t sums[R][2] = {};
     for (int b = 0; b < t.blocks; ++b) {
       const uint8_t *codes = t.weights[0] + CodesAt(b, S), *from = t.weights[0] + ScalesAt(b, S);
       const BlockRows::Part* rows = t.At(b);

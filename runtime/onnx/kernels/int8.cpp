@@ -53,9 +53,7 @@ using ByteRows = RowsAs<int8_t>;
 #ifdef SSDEVICE_AVX2
 template <int R>
 SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<Rows>& t, float (*out)[kColumns]) {
-  __m256i sums[R][kVectors];
-  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
-    SSDEVICE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_si256();
+  __m256i sums[R][kVectors] = {};
   const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; ++b, unit += kUnit) {
     Prefetch(unit + kAhead, kUnit);
@@ -120,9 +118,7 @@ constexpr ProductOf<Rows> kAvx2Products[] = {Avx2<1>, Avx2<2>, Avx2<3>, Avx2<4>,
 #ifdef SSDEVICE_DOT
 template <int R>
 SSDEVICE_TARGET_DOT void Dot(const TileOf<ByteRows>& t, float (*out)[kColumns]) {
-  int32x4_t sums[R][kQuarters];
-  SSDEVICE_UNROLL for (int r = 0; r < R; ++r)
-    SSDEVICE_UNROLL for (int v = 0; v < kQuarters; ++v) sums[r][v] = vdupq_n_s32(0);
+  int32x4_t sums[R][kQuarters] = {};
   const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; ++b) {
     const ByteRows::Part* rows = t.At(b);
