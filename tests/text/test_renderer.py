@@ -137,12 +137,14 @@ def test_a_thread_that_renders_when_python_ends_prints_nothing() -> None:
 FORKED = """
 import os, signal, sys, threading, time
 from ssdevice.text.chat_template import ChatFormat, ChatTemplate
-template = ChatTemplate(ChatFormat("{% for i in range(messages[0].content | int) %}{% endfor %}done", {}, (0,)))
+count = "range(messages[0].content | int)"
+template = "{% for i in COUNT %}{% for j in COUNT %}{% endfor %}{% endfor %}done".replace("COUNT", count)
+template = ChatTemplate(ChatFormat(template, {}, (0,)))
 def render(count):
     return template.render([{"role": "user", "content": str(count)}], add_generation_prompt=True)
-thread = threading.Thread(target=render, args=(99999,))
+thread = threading.Thread(target=render, args=(3000,))  # a third of a second, which a busy machine does not miss
 thread.start()
-while not template._renderer._lock.locked():
+while thread.is_alive() and not template._renderer._lock.locked():
     time.sleep(0.001)
 child = os.fork()
 if child == 0:
