@@ -22,6 +22,7 @@ from ssdevice.contract import STEP
 from ssdevice.export.target import export_target
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.loop import prefill
 from ssdevice.runtime.session import Session
 
 PARTS = ("layers", "head", "streams", "stream head")
@@ -31,10 +32,7 @@ TOKEN = 5
 def begun(session: Session, length: int) -> Conversation:
     """A conversation with ``length`` committed rows."""
     talk = session.engine.new_conversation()
-    chunk = talk.geometry.chunk
-    for talk.length in range(0, length, chunk):
-        talk.prefill([TOKEN] * min(chunk, length - talk.length))
-    talk.length = length
+    prefill(talk, [TOKEN] * length)
     return talk
 
 
