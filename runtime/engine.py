@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.notice import say_once
 from ssdevice.runtime.target import runtime_target
 
+if TYPE_CHECKING:
+    from ssdevice.runtime.split import VerifyAt
+
 Inputs = Mapping[str, NDArray[np.int32]]
 Outputs = Mapping[str, NDArray[Any]]
 
@@ -32,12 +35,14 @@ class EngineOptions:
 
     ``spinning``: threads busy-wait for work, during a call and 2 ms more at most. ``profile``: record where time is
     spent inside the target, for engines that can. ``kernels``: use those that ``ssdevice kernels`` built.
+    ``verify_at``: a server whose tokens they are, see ``ssdevice.runtime.split``.
     """
 
     threads: int = 0
     spinning: bool = True
     profile: bool = False
     kernels: bool = True
+    verify_at: VerifyAt | None = None
 
     def __post_init__(self) -> None:
         arguments.whole("threads", self.threads, 0)
@@ -50,12 +55,13 @@ class Cache(ABC):
 
     ``inputs``: the integers of all functions by tensor name. The caller writes them in place, so that a target can bind
     their memory once. ``native_seconds``: time spent inside the target's own runtime so far; the rest of a step is the
-    host's.
+    host's. ``alone``: tokens so far for which a server was to be asked, but did not answer.
     """
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.native_seconds = 0.0
+        self.alone = 0
 
     @abstractmethod
     def call(self, function: str, length: int) -> Outputs:
@@ -157,8 +163,13 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engi
     InputError for a target without an engine.
     """
     target, usual = runtime_target(bundle.manifest.target), EngineOptions()
-    for name in sorted(vars(options).keys() - target.heeds):
+    for name in sorted(vars(options).keys() - target.heeds - {"verify_at"}):
         if getattr(options, name) != getattr(usual, name):
             say_once(f"ssdevice: the option {name} has no effect on {target.name} bundles")
     with needs_extra(target.extra):
-        return target.open_engine(bundle, app, options)
+        engine = target.open_engine(bundle, app, options)
+    if options.verify_at is None:
+        return engine
+    from ssdevice.runtime.split import SplitEngine
+
+    return SplitEngine.of(engine, bundle, app, options.verify_at)

@@ -66,7 +66,8 @@ class Generation:
     truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
     ``logprobs``: those of each token, if they were asked for. ``dropped``: the oldest turns that the conversation lost,
     so that it fits the context. ``cached_tokens``: those of the prompt that were not computed again.
-    ``inexact``: typical acceptance may have changed the tokens. ``native_seconds``: the part of ``decode_seconds``
+    ``inexact``: typical acceptance may have changed the tokens. ``alone``: tokens that the device chose itself, because
+    the server that verifies them did not answer. ``native_seconds``: the part of ``decode_seconds``
     inside the target's runtime. ``reason``: None while it runs.
     """
 
@@ -82,6 +83,7 @@ class Generation:
     dropped: int = 0
     cached_tokens: int = 0
     inexact: bool = False
+    alone: int = 0
 
     def add(self, run: Run, seconds: float, native_seconds: float) -> None:
         """Add a run and the time of its call; the first run is that of prefill."""

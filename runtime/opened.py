@@ -110,6 +110,10 @@ class OpenBundle:
         self.app = app
         self.reset()
 
+    def engine_of(self, app: str) -> Engine:
+        """The engine of an app, for further conversations. Raises InputError for an unknown app."""
+        return self._opened(app).engine
+
     def preload(self, *apps: str) -> None:
         """Open apps (default: all) now instead of at the first ``use``. Raises InputError for an unknown app."""
         for app in arguments.texts("app", apps) or [app.name for app in self.bundle.manifest.apps]:

@@ -211,12 +211,13 @@ class Session(OpenBundle):
                 while answer.reason is None and not conversation.cancelled:
                     if self._running is not answer:
                         raise InputError(LOST)
-                    clock, native = perf_counter(), conversation.cache.native_seconds
+                    clock, native, alone = perf_counter(), conversation.cache.native_seconds, conversation.cache.alone
                     run = next(steps)
                     drafted = adaptive.speculated if adaptive else mode == SPECULATIVE
                     run.drafts = conversation.verified if drafted and answer.tokens else None
                     if run.reason is not None and run.reason is not Reason.STOP:
                         run.text += output.finish()
+                    answer.alone += conversation.cache.alone - alone
                     answer.add(run, perf_counter() - clock, conversation.cache.native_seconds - native)
                     if chooser is not None:
                         answer.logprobs = chooser.logprobs[: len(answer.tokens)]

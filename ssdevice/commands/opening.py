@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ssdevice.adapters.settings import SETTINGS, read_settings
@@ -12,11 +13,15 @@ from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import LONGER, NOT_APPLIED, Precision
 from ssdevice.bundle.staging import check_writable
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, reading
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.session import Session
+from ssdevice.runtime.split import DRAFTED, VerifyAt
+from ssdevice.strict_json import utf8
 
 MAX_THREADS = 1024
+LEAST_KEY = 16
+"""Characters of a server's key."""
 QUANTS = tuple(precision.value for precision in Precision)
 DEFAULT_QUANT = Precision.INT8.value
 
@@ -104,11 +109,42 @@ def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
     Says on stderr which settings of the model's ``generate`` the bundle does not apply, and whether its context is
     longer than the model was made for.
     """
+    options = replace(engine_options(args, profile), verify_at=verify_at(args))
     bundle = open_bundle(args)
     for note in bundle.manifest.notes:
         if note.startswith((LONGER, NOT_APPLIED)) and not args.quiet:
             print(f"ssdevice: {note}", file=sys.stderr)
-    return Session.open(bundle, app=args.app, options=engine_options(args, profile))
+    return Session.open(bundle, app=args.app, options=options)
+
+
+def add_verify_at(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``verify_at``."""
+    add = parser.add_argument_group("a model on a server").add_argument
+    what = "this bundle drafts, and a server (serve --verify) chooses; while it is away, this bundle goes on alone"
+    add("--verify-at", metavar="URL", help=what)
+    add("--verify-key-file", type=Path, metavar="FILE", help="a file with the server's key")
+    add("--verify-drafts", type=whole(1, 32), metavar="N", help=f"tokens to draft for a call (default {DRAFTED})")
+
+
+def verify_at(args: argparse.Namespace) -> VerifyAt | None:
+    """The server that verifies. Raises InputError for options that would have no effect."""
+    if getattr(args, "verify_at", None) is None:
+        if hasattr(args, "verify_at"):
+            refuse_ignored(args, "it goes with --verify-at", "--verify-key-file", "--verify-drafts")
+        return None
+    refuse_ignored(args, "the server verifies every draft", "--no-speculate")
+    return VerifyAt(args.verify_at, key_in(args.verify_key_file, "--verify-key-file"), args.verify_drafts or DRAFTED)
+
+
+def key_in(file: Path | None, option: str) -> str | None:
+    """The key of a server in a file. Raises InputError for one that headers cannot hold, or that is soon guessed."""
+    if file is None:
+        return None
+    with reading(file):
+        key = utf8(file.read_bytes(), str(file)).strip()
+    if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"{option} {file}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
+    return key
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

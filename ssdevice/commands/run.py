@@ -107,6 +107,7 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
         "prompt_tokens": answer.prompt_tokens,
         "reason": answer.reason,
         **({"inexact": True} if answer.inexact else {}),
+        **({"alone": answer.alone} if answer.alone else {}),
         **({"logprobs": [asdict(each) for each in answer.logprobs]} if answer.logprobs else {}),
     }
 
@@ -120,6 +121,8 @@ def summary(answer: Generation) -> str:
             f"{answer.tokens_per_step:.2f} tokens per step",
             f"{answer.tokens_per_second:.1f} tokens/s",
         ]
+    if answer.alone:
+        parts.append(f"{count(answer.alone, 'token')} without the server")
     return f"[{', '.join(parts)}; {answer.reason}{'; inexact: typical acceptance' if answer.inexact else ''}]"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ssdevice import strict_json
 from ssdevice.bundle.folder import Bundle
-from ssdevice.commands.opening import add_engine, positive, refuse_ignored
+from ssdevice.commands.opening import add_engine, add_verify_at, positive, refuse_ignored
 from ssdevice.errors import InputError, reading
 from ssdevice.runtime.sampling.options import DRAWING, Sampling
 from ssdevice.runtime.structure.options import Structure
@@ -51,6 +51,7 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
     add("--no-speculate", action="store_true", help="plain decoding: the same answers, token by token")
     add_sampling(parser)
+    add_verify_at(parser)
     add_engine(parser)
 
 
@@ -86,6 +87,8 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
     given["logit_bias"] = dict(args.logit_bias)
     given["structure"] = _structure_of(args)
     asked = {name: value for name, value in given.items() if value not in (None, {})}
+    if getattr(args, "verify_at", None) and (asked or args.sample):
+        raise InputError("--verify-at: the server's greedy tokens are verified; leave out how tokens are chosen")
     model = bundle.manifest.sampling if bundle is not None else None
     if getattr(args, "no_speculate", False):
         refuse_ignored(args, "--no-speculate accepts no drafts", flag("typical_acceptance"))

@@ -8,15 +8,12 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ssdevice.commands.opening import add_engine, add_signature, open_session, whole
-from ssdevice.errors import InputError, needs_extra, reading
+from ssdevice.commands.opening import add_engine, add_signature, key_in, open_session, whole
+from ssdevice.errors import InputError, needs_extra
 from ssdevice.serve.names import HOSTS, LOOPBACK, listen
-from ssdevice.strict_json import utf8
 
 PORT = 8000
-WAITING = 16
-LEAST_KEY = 16
-"""Characters of a key."""
+WAITING, DEVICES = 16, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,19 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--queue", type=whole(0, 10_000), default=WAITING, metavar="N",
         help=f"requests that may wait while one is answered (default {WAITING}); others are told to come back",
     )  # fmt: skip
+    add(
+        "--verify", type=whole(1, 256), nargs="?", const=DEVICES, default=0, metavar="N",
+        help=f"verify drafts of devices (run --verify-at), with a KV cache for each of the last N (default {DEVICES})",
+    )  # fmt: skip
     add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    key, local = _key(args.key_file), _is_loopback(args.host)
+    key, local = key_in(args.key_file, "--key-file"), _is_loopback(args.host)
     if key is None and not local:
         raise InputError(f"--host {args.host}: a server that others can reach needs --key-file")
     with needs_extra("serve"):
         from ssdevice.serve.application import application
         from ssdevice.serve.guard import server
     with closing(listen(args.host, args.port)) as listening, open_session(args) as session:
-        app = application(session, waiting=args.queue, hosts=HOSTS if local else None, key=key)
+        app = application(session, waiting=args.queue, hosts=HOSTS if local else None, key=key, devices=args.verify)
         name = f"[{args.host}]" if ":" in args.host else args.host
         print(f"http://{name}:{listening.getsockname()[1]}/v1", flush=True)
         if not args.quiet:
@@ -53,17 +54,6 @@ def run(args: argparse.Namespace) -> int:
         with suppress(KeyboardInterrupt):
             server(app).run(sockets=[listening])
     return 0
-
-
-def _key(file: Path | None) -> str | None:
-    """What requests must bear. Raises InputError for a key that headers cannot hold, or that is soon guessed."""
-    if file is None:
-        return None
-    with reading(file):
-        key = utf8(file.read_bytes(), str(file)).strip()
-    if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise InputError(f"--key-file {file}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
-    return key
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,18 +19,26 @@ from starlette.types import Send
 from ssdevice.errors import SSDeviceError
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.session import Session
+from ssdevice.runtime.split import BINARY, HEALTH, VERIFIES
 from ssdevice.serve import metrics
 from ssdevice.serve.decoder import Decoder
-from ssdevice.serve.guard import HEALTH, Guard, Refusal, content_of
+from ssdevice.serve.guard import VERIFY, Guard, Refusal, content_of
 from ssdevice.serve.reply import Reply
 from ssdevice.serve.request import Request, chat_request, text_request
+from ssdevice.serve.verifying import Verifying
 
 DONE = "data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-def application(session: Session, *, waiting: int, hosts: Collection[str] | None, key: str | None) -> Guard:
-    """The server's application (ASGI). ``waiting``: requests that may wait while one is decoded; see Guard."""
+def application(
+    session: Session, *, waiting: int, hosts: Collection[str] | None, key: str | None, devices: int = 0
+) -> Guard:
+    """The server's application (ASGI). ``waiting``: requests that may wait while one is decoded; see Guard.
+
+    ``devices``: how many may have their drafts verified.
+    """
+    verifying = Verifying(session, devices) if devices else None
     counts = metrics.Metrics()
     decoder, bundle = Decoder(session, counts, waiting), session.bundle
     names = [app.name for app in bundle.manifest.apps]
@@ -38,7 +48,8 @@ def application(session: Session, *, waiting: int, hosts: Collection[str] | None
         if name not in names:
             what = f"there is no model {name[:100]!r}; the bundle's apps are {', '.join(names)}"
             raise Refusal(what, 404, code="model_not_found", param="model")
-        return {"id": name, "object": "model", "created": created, "owned_by": "ssdevice"}
+        limits = {VERIFIES: asdict(verifying.limits)} if verifying else {}
+        return {"id": name, "object": "model", "created": created, "owned_by": "ssdevice", **limits}
 
     async def health(_: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
@@ -60,6 +71,14 @@ def application(session: Session, *, waiting: int, hosts: Collection[str] | None
 
         return answer
 
+    async def verify(http: HttpRequest) -> Response:
+        if verifying is None:
+            raise Refusal("this server verifies no drafts; start it with --verify", 404)
+        given, content = http.path_params, await content_of(http)
+        known(given["name"])
+        call = partial(verifying.answer, given["name"], given["client"], given["at"], content)
+        return Response(await decoder.verified(call), media_type=BINARY)
+
     routes = [
         Route(HEALTH, health),
         Route("/metrics", counted),
@@ -67,6 +86,7 @@ def application(session: Session, *, waiting: int, hosts: Collection[str] | None
         Route("/v1/models/{name}", model),
         Route("/v1/chat/completions", answering(chat_request), methods=["POST"]),
         Route("/v1/completions", answering(text_request), methods=["POST"]),
+        Route(VERIFY + "{name}/{client}/{at:int}", verify, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_error, SSDeviceError: _error}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), counts, hosts, key)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, closing
 from time import monotonic
 
 from ssdevice.errors import InputError
@@ -39,6 +39,18 @@ class Decoder:
         It does not change while the caller looks at it. Closing the iterator cancels the request after the call of the
         model that is under way. Raises Refusal, also if the queue is full.
         """
+        async with self._admitted(), aclosing(decode(self.session, request, self.metrics)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def verified(self, call: Callable[[], bytes]) -> bytes:
+        """What a call in the session's thread returns. Raises Refusal, also if the queue is full."""
+        async with self._admitted():
+            return await asyncio.wrap_future(self.session.worker.submit(call))
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """A turn. Raises Refusal if the queue is full, and for what goes wrong in the turn."""
         if self.pending > self.most:
             wait = max(1, math.ceil(self.pending * self.metrics.mean_seconds))
             reason = f"{self.most} requests wait already; try again in {wait} s"
@@ -47,9 +59,8 @@ class Decoder:
             )
         self.pending += 1
         try:
-            async with self._turn, aclosing(decode(self.session, request, self.metrics)) as answers:
-                async for answer in answers:
-                    yield answer
+            async with self._turn:
+                yield
         except Exception as error:
             raise Refusal.of(error) from error
         finally:

@@ -17,6 +17,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssdevice.errors import BundleError, ContextOverflowError, InputError, SSDeviceError
+from ssdevice.runtime.split import BINARY, HEALTH
 from ssdevice.serve.metrics import Metrics
 from ssdevice.serve.names import LOOPBACK, host_name
 
@@ -28,7 +29,7 @@ IDLE_S = 30.0
 CONNECTIONS = 256
 LAST_WORDS_S = 5
 """How long answers may go on after Ctrl-C."""
-HEALTH = "/health"
+VERIFY = "/v1/verify/"
 INVALID, SERVER = "invalid_request_error", "server_error"
 log = logging.getLogger(__name__)
 
@@ -111,9 +112,10 @@ class Guard:
                 "a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        kind = BINARY if path.startswith(VERIFY) else "application/json"
+        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
             # Pages of other sites may post forms and plain text to this machine without being asked.
-            raise Refusal("send JSON, with the header Content-Type: application/json", 415)
+            raise Refusal(f"the header Content-Type is to be {kind}", 415)
 
 
 async def content_of(http: Request) -> bytes:

@@ -46,9 +46,9 @@ def tiny_session(choose: bool = True) -> Iterator[Session]:
 
 
 @contextmanager
-def served(session: Session, waiting: int = 4, key: str | None = None) -> Iterator[tuple[int, Guard]]:
+def served(session: Session, waiting: int = 4, key: str | None = None, devices: int = 0) -> Iterator[tuple[int, Guard]]:
     """The port of a server while it runs, and its application."""
-    app = application(session, waiting=waiting, hosts=HOSTS, key=key)
+    app = application(session, waiting=waiting, hosts=HOSTS, key=key, devices=devices)
     with running(app) as port:
         yield port, app
 

@@ -1,0 +1,59 @@
+"""The server's side of ``ssdevice.runtime.split``: a conversation for each device, continued where its drafts agree."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from ssdevice.contract import STEP
+from ssdevice.errors import InputError
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.loop import check_prompt, prefill
+from ssdevice.runtime.session import Session
+from ssdevice.runtime.split import UNKNOWN_TEXT, Limits, packed_answer, unpacked
+from ssdevice.serve.guard import Refusal
+
+
+class Verifying:
+    """The conversations of at most ``most`` devices; a further one takes the place of the one that was idle longest.
+
+    Raises InputError for a bundle without a step.
+    """
+
+    def __init__(self, session: Session, most: int) -> None:
+        if STEP not in session.engine.functions:
+            raise InputError(f"--verify: {session.bundle.folder} has no {STEP} that verifies drafts; see export --tree")
+        self.session, self.most = session, most
+        self.limits = Limits.of(session.bundle)
+        self._held: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
+
+    def answer(self, app: str, client: str, at: int, content: bytes) -> bytes:
+        """The tokens of one call: after a text whose first ``at`` tokens are held, or after one token with drafts.
+
+        Raises Refusal with UNKNOWN_TEXT if fewer are held, InputError for drafts that are too many or misplaced, and
+        ids that are no tokens. A refused request changes nothing.
+        """
+        text, drafts = unpacked(content)
+        engine, conversation = self.session.engine_of(app), self._held.get((app, client))
+        step = at > 0 and len(text) == 1
+        if len(drafts) > (self.limits.drafts if step else 0):
+            most = f"{self.limits.drafts}, after one token that follows a text"
+            raise InputError(f"{len(drafts)} drafts after {len(text)} tokens at {at}, expected at most {most}")
+        check_prompt(engine.geometry, text, at)
+        if drafts and max(drafts) >= engine.geometry.vocab:
+            raise InputError(f"draft {max(drafts)} is not one of the model's {engine.geometry.vocab} tokens")
+        held = 0 if conversation is None else conversation.length
+        if at > held:
+            raise Refusal(f"{held} tokens of this client are held, not {at}", UNKNOWN_TEXT, code="unknown_text")
+        if conversation is None:
+            if len(self._held) >= self.most:
+                self._held.popitem(last=False)
+            conversation = self._held[app, client] = engine.new_conversation()
+        self._held.move_to_end((app, client))
+        conversation.length = at
+        if not step:
+            return packed_answer([prefill(conversation, text)])
+        for depth, token in enumerate(drafts):
+            conversation.propose(depth, token)
+        tokens = conversation.step(text[0])[: engine.geometry.context - at]
+        conversation.length += len(tokens)
+        return packed_answer(tokens)
