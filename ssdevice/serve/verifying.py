@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 
 from ssdevice.contract import STEP
@@ -11,6 +12,8 @@ from ssdevice.runtime.loop import check_prompt, prefill
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import UNKNOWN_TEXT, Limits, packed_answer, unpacked
 from ssdevice.serve.guard import Refusal
+
+CLIENT = "[0-9a-f]{32}"
 
 
 class Verifying:
@@ -32,6 +35,8 @@ class Verifying:
         Raises Refusal with UNKNOWN_TEXT if fewer are held, InputError for drafts that are too many or misplaced, and
         ids that are no tokens. A refused request changes nothing.
         """
+        if not re.fullmatch(CLIENT, client):
+            raise InputError(f"client {client[:60]!r}, expected 32 digits of a random number, in hexadecimal")
         text, drafts = unpacked(content)
         engine, conversation = self.session.engine_of(app), self._held.get((app, client))
         step = at > 0 and len(text) == 1
