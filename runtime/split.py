@@ -22,23 +22,9 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice import arguments
+from ssdevice import arguments, contract
 from ssdevice.bundle.folder import Bundle
 from ssdevice.config import load_strict
-from ssdevice.contract import (
-    CHUNK,
-    COUNT,
-    DRAFTS,
-    MAX_CONTEXT,
-    NEXT_DRAFTS,
-    NEXT_ROOT,
-    PLAIN,
-    PREFILL,
-    ROOT,
-    STEP,
-    TOKENS,
-    VALID,
-)  # fmt: skip
 from ssdevice.errors import InputError
 from ssdevice.rules import Ruled, within
 from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs
@@ -118,7 +104,7 @@ class Limits(Ruled):
     """
 
     drafts: int = field(metadata=within(1, 32))
-    context: int = field(metadata=within(1, MAX_CONTEXT))
+    context: int = field(metadata=within(1, contract.MAX_CONTEXT))
     tokenizer: str
 
     @classmethod
@@ -222,8 +208,6 @@ class Link:
 
     def _exchange(self, method: str, path: str, content: bytes, patience: float) -> tuple[int, bytes]:
         connection = self._connection = self._connection or self._connect()
-        if connection.sock is not None:
-            connection.sock.settimeout(patience)
         base = urlsplit(self.at.url).path.rstrip("/")
         connection.putrequest(method, f"{base}{path}", skip_accept_encoding=True)
         if self.at.key is not None:
@@ -278,7 +262,7 @@ class SplitEngine(Engine):
         geometry = replace(
             ours, gamma=drafts, k=1, tree=Tree.chain(drafts), context=context, chunk=min(context, MAX_CHUNK), hidden=0
         )
-        super().__init__(geometry, frozenset({PREFILL, STEP}), device.source)
+        super().__init__(geometry, frozenset({contract.PREFILL, contract.STEP}), device.source)
         self.device, self.link = device, link
 
     @classmethod
@@ -308,17 +292,21 @@ class SplitCache(Cache):
         super().__init__(inputs)
         self.geometry, self.link = engine.geometry, engine.link
         self.mine, self.client = engine.device.new_conversation(), secrets.token_hex(16)
-        self.advance = plain if PLAIN in engine.device.functions else plain_step
+        self.advance = plain if contract.PLAIN in engine.device.functions else plain_step
         self.text: list[int] = []
         self.held = 0  # tokens of the text that the server holds
 
     def call(self, function: str, length: int) -> Outputs:
-        inputs, drafts = self.inputs, self.inputs[DRAFTS]
-        given = inputs[ROOT] if function == STEP else inputs[CHUNK][: inputs[VALID].item()]
+        inputs, drafts = self.inputs, self.inputs[contract.DRAFTS]
+        given = (
+            inputs[contract.ROOT]
+            if function == contract.STEP
+            else inputs[contract.CHUNK][: inputs[contract.VALID].item()]
+        )
         self.text[length:] = given.tolist()
         self.held = min(self.held, length)
         room = self.geometry.context - len(self.text)
-        guesses = drafts[:room, 0].tolist() if function == STEP else ()
+        guesses = drafts[:room, 0].tolist() if function == contract.STEP else ()
         tokens = self.link.verify(self.client, self.text, self.held, guesses)
         after = np.zeros_like(drafts)
         if tokens is None:
@@ -333,7 +321,12 @@ class SplitCache(Cache):
                 after[place] = text[-1]
         self.native_seconds = self.mine.cache.native_seconds
         found = np.array(tokens, np.int32)
-        return {NEXT_ROOT: found, TOKENS: found, COUNT: np.array([len(found)]), NEXT_DRAFTS: after}
+        return {
+            contract.NEXT_ROOT: found,
+            contract.TOKENS: found,
+            contract.COUNT: np.array([len(found)]),
+            contract.NEXT_DRAFTS: after,
+        }
 
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
         raise InputError("a conversation that a server verifies cannot be saved")
