@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ssdevice.config import Schedule
 from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, VERIFY, Geometry
-from ssdevice.model import attention, ties
+from ssdevice.model import attention, operators
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, norm_kind, rotate, under
 from ssdevice.model.step import (
@@ -74,8 +74,8 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @torch.library.custom_op("ssdevice::top_k", mutates_args=())
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """``ssdevice.model.ties.top_k`` as one operator."""
-    return ties.top_k(scores, k)
+    """``ssdevice.model.operators.top_k`` as one operator."""
+    return operators.top_k(scores, k)
 
 
 @top_k.register_fake

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssdevice.adapters.base_files import weights_sha256
-from ssdevice.bench.prompts import fitting
+from ssdevice.bench.runner import fitting
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import App
 from ssdevice.bundle.staging import check_writable

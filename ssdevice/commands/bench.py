@@ -12,9 +12,8 @@ from typing import Any
 
 from ssdevice.bench.machine import installed
 from ssdevice.bench.memory import measure_memory
-from ssdevice.bench.page import write_page
 from ssdevice.bench.quality import METRICS, check_metric
-from ssdevice.bench.report import as_json, as_markdown, quality_of
+from ssdevice.bench.report import as_json, as_markdown, quality_of, write_page
 from ssdevice.bench.runner import BenchOptions, BenchResult, measure
 from ssdevice.bundle.staging import check_writable, write_json
 from ssdevice.commands import opening

@@ -10,17 +10,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ssdevice.commands.opening import add_bundle, open_session, positive, refuse_ignored
 from ssdevice.commands.sampling import add_answers, sampling_of
 from ssdevice.config import read_json
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 from ssdevice.progress import count
-from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.generation import Generation, Run, accepted_path
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from ssdevice.strict_json import utf8
 from ssdevice.text.messages import checked
+from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.tree import Tree
 
 STDIN = "-"
 
@@ -74,8 +79,6 @@ def _answer(
 ) -> None:
     runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
     if args.trace:
-        from ssdevice.commands.trace import Trace
-
         print(f"> {shown}")
         trace = Trace(session.tokenizer, session.engine.geometry.tree)
         for step in runs:
@@ -138,3 +141,61 @@ def _stdin() -> str:
     prompt = utf8(sys.stdin.buffer.read(), "standard input")
     # The last line break comes from the shell or editor; it is not part of the prompt.
     return prompt.removesuffix("\n").removesuffix("\r")
+
+
+ACCEPTED, REJECTED, ISSUED, MARGIN = "green", "red", "bold", "dim"
+ALTERNATIVES = "|"
+
+
+class Trace:
+    """Prints the steps of an answer, one line each (after figure 11 of 2402.11131).
+
+    Accepted drafts are green, the model's own tokens bold, rejected drafts red, or in brackets without colours.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, tree: Tree) -> None:
+        self._tokenizer, self._tree = tokenizer, tree
+        self._console = Console(soft_wrap=True, highlight=False)
+        self._steps = 0
+
+    def show(self, run: Run) -> None:
+        """Print one run, unless it has no tokens."""
+        if run.tokens:
+            self._console.print(self.line(run))
+            self._steps += 1
+
+    def line(self, run: Run) -> Text:
+        """The line of the next step: its number, how many tokens it emitted, and the tokens."""
+        if self._steps == 0:
+            line = Text("prefill   ", style=MARGIN)
+        else:
+            line = Text(f"{self._steps:>4}  +{len(run.tokens):<2} ", style=MARGIN)
+        path = () if run.drafts is None else accepted_path(self._tree, run.drafts.tolist(), run.tokens)
+        for i, token in enumerate(run.tokens):
+            line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)
+        if run.drafts is not None:
+            colored = self._console.color_system is not None
+            for candidates in self._rejected(run.drafts.tolist(), path):
+                text = ALTERNATIVES.join(self._text(token) for token in candidates)
+                line.append(" ")
+                line.append(text if colored else f"[{text}]", style=REJECTED)
+        return line
+
+    def _rejected(self, drafts: list[list[int]], path: tuple[int, ...]) -> list[list[int]]:
+        """The tree's candidates beyond the accepted path, by depth."""
+        beyond: dict[int, list[int]] = {}
+        for node in self._tree.paths:
+            if len(node) > len(path) and node[: len(path)] == path:
+                token = drafts[len(node) - 1][node[-1]]
+                if token not in beyond.setdefault(len(node), []):
+                    beyond[len(node)].append(token)
+        return [beyond[depth] for depth in sorted(beyond)]
+
+    def _text(self, token: int) -> str:
+        """The text of a single token, with its leading space and visible line breaks."""
+        written = str(self._tokenizer.tokenizer.id_to_token(token))
+        text = str(self._tokenizer.tokenizer.decode([token], skip_special_tokens=False))
+        # Decoders drop the space before a first word; the vocabulary still shows it.
+        if written[:1] in ("\u0120", "\u2581") and not text.startswith(" "):
+            text = f" {text}"
+        return (text or written).replace("\n", "\u21b5").replace("\t", "\u21e5")

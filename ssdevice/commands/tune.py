@@ -12,7 +12,7 @@ from typing import Any
 
 from ssdevice import targets
 from ssdevice.adapters.settings import read_settings
-from ssdevice.bench.prompts import fitting
+from ssdevice.bench.runner import fitting
 from ssdevice.bench.tuning import Choice, CostTable, check_same, choices, measure_costs, observe
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.staging import write_text

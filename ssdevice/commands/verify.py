@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdevice.bench.equality import Asked, Comparison, coarser
 from ssdevice.bench.modes import against_bundle, compare_modes
-from ssdevice.bench.prompts import fitting
+from ssdevice.bench.runner import fitting
 from ssdevice.bench.sampled import compare_sampled
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind

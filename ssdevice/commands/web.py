@@ -7,7 +7,8 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from ssdevice.bundle.folder import Bundle, check_outside
 from ssdevice.bundle.integrity import MANIFEST_FILE
@@ -15,8 +16,11 @@ from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.commands.opening import add_signature, open_bundle, refuse_ignored, whole
 from ssdevice.errors import BundleError, InputError, needs_extra
 from ssdevice.runtime.target import runtime_target
-from ssdevice.serve.names import LOOPBACK, listen
+from ssdevice.serve.names import HOSTS, LOOPBACK, listen
 from ssdevice.text.frames import NO_FRAMES
+
+if TYPE_CHECKING:
+    from ssdevice.serve.guard import Guard
 
 PORT = 8080
 TREE = Path(__file__).resolve().parents[2] / "apps" / "web_demo"
@@ -38,6 +42,15 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".wasm": "application/wasm",
+}
+"""Not as the system has them: a browser compiles no other type while it loads it, and runs no other as a module."""
 HEADERS_FILE = "_headers"
 """Where several static hosts look for them."""
 Site = Mapping[str, Path]
@@ -65,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
         write(files, args.out)
         return 0
     with needs_extra("serve"):
-        from ssdevice.commands.page import page
         from ssdevice.serve.guard import server
     with closing(listen(LOOPBACK, PORT if args.port is None else args.port)) as listening:
         print(f"http://{LOOPBACK}:{listening.getsockname()[1]}/", flush=True)
@@ -114,3 +126,23 @@ def write(files: Site, out: Path) -> None:
         lines = "".join(f"  {name}: {value}\n" for name, value in HEADERS.items())
         (stage.path / HEADERS_FILE).write_text(f"/*\n{lines}", "utf-8")
         stage.publish(replace=out.exists())
+
+
+def page(files: Site, headers: Mapping[str, str]) -> Guard:
+    """The application (ASGI) that answers with these files and ``headers``, and only to pages of this machine."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+
+    from ssdevice.serve.guard import Guard
+    from ssdevice.serve.metrics import Metrics
+
+    async def answer(request: Request) -> Response:
+        path = request.path_params["path"] or "index.html"
+        if path not in files:
+            return PlainTextResponse("Not Found", 404)
+        kind = TYPES.get(PurePosixPath(path).suffix, "application/octet-stream")
+        return FileResponse(files[path], headers=headers, media_type=kind)
+
+    return Guard(Starlette(routes=[Route("/{path:path}", answer)]), Metrics(), HOSTS, None)

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ssdevice.adapters.lora_options import check_options
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS
+from ssdevice.adapters.weights import check_options
 from ssdevice.config import read_json
 from ssdevice.errors import REFUSALS, InputError, UnsupportedModelError, check_no_pointer, first_line
 from ssdevice.model.adapter import check_values
@@ -71,7 +71,7 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
 def attach_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter's linears as ``LoraLinear``; raises InputError, UnsupportedModelError.
 
-    Only a plain LoRA of linears can stay separate, see ``ssdevice.adapters.lora_options``.
+    Only a plain LoRA of linears can stay separate, see ``ssdevice.adapters.weights``.
     """
     hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
@@ -122,7 +122,7 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
 def check_peft(folder: Path, apart: bool = False) -> None:
     """Raise InputError unless a folder holds a LoRA with finite tensors of the configured ranks.
 
-    ``apart``: it will stay separate from the base, see ``ssdevice.adapters.lora_options``.
+    ``apart``: it will stay separate from the base, see ``ssdevice.adapters.weights``.
 
     Without this check the configured rank decides how much memory is allocated, a missing file is looked up on the hub
     under the folder's name, and a NaN is merged into the base.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.model.attention import MASKED, Attention, attend
-from ssdevice.model.ties import top_k
 
 if TYPE_CHECKING:
     from ssdevice.model.backbone import Backbone
@@ -29,6 +28,25 @@ ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
 Rotary = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """``rotary(x [1, heads, R, hd], cos [1, R, hd], sin [1, R, hd], interleaved)``: see ``rotate``."""
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """Index of the largest value in the last dimension as int32; the lowest index wins a tie."""
+    return torch.argmax(scores, dim=-1).to(torch.int32)
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first; the lowest id wins a tie.
+
+    This takes k rounds of argmax: torch's topk does not define the order of ties, and some targets turn it into a sort.
+    """
+    ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    taken: list[Tensor] = []
+    for _ in range(k):
+        best = argmax(scores)[:, None]
+        taken.append(best)
+        scores = torch.where(ids[None] == best, torch.finfo(scores.dtype).min, scores)
+    return torch.cat(taken, dim=1)
 
 
 @dataclass(frozen=True)

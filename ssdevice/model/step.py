@@ -17,9 +17,8 @@ from ssdevice.config import Schedule
 from ssdevice.errors import ConfigError
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.backbone import Backbone, Masks
-from ssdevice.model.draft_layers import DraftLayers
-from ssdevice.model.streams import Streams
-from ssdevice.model.ties import argmax
+from ssdevice.model.operators import argmax
+from ssdevice.model.streams import DraftLayers, Streams
 from ssdevice.model.visibility import additive, causal, committed, own_streams, stream_positions, within
 from ssdevice.tree import Tree
 

@@ -3,6 +3,7 @@ Efficient and Scalable Speculative Decoding with Multi-Stream Attention*, append
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from ssdevice.config import Mode, StreamConfig, StreamMLP
 from ssdevice.errors import InputError, UnsupportedModelError
 from ssdevice.model.backbone import Backbone
-from ssdevice.model.draft_layers import DraftLayers
 
 
 @dataclass
@@ -91,6 +91,44 @@ def check_draft_ids(ids: Tensor, vocab: int) -> None:
     """Raise InputError unless ``ids`` are distinct ascending tokens of a vocabulary of ``vocab``."""
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids[1:] <= ids[:-1]).any()):
         raise InputError(f"the draft vocabulary of {len(ids)} tokens is not ascending ids from 0 to {vocab - 1}")
+
+
+TAPS = 0.27, 0.63, 1.0
+"""The shares of the base's layers after which its states are read: 8, 19 and 30 of 30."""
+
+
+class DraftLayers(nn.Module):
+    """Layers that draft one token after the other instead of streams (EAGLE, 2401.15077; EAGLE-3, 2503.01840).
+
+    ``layers`` start as copies of the base's last one, come after it and have cache rows like its own. A committed row
+    reads the fused states of its position, from the base layers ``after``. Unlike EAGLE's, its keys and values do not
+    depend on the token chosen next, so a tree's rows are known when it is verified. Draft j of node t stands for the
+    row of position t + j, as stream j does.
+    """
+
+    def __init__(self, backbone: Backbone, count: int) -> None:
+        super().__init__()
+        width = int(backbone.config.hidden_size)
+        self.after = [max(1, round(backbone.num_layers * share)) for share in TAPS]
+        self.norms = nn.ModuleList(copy.deepcopy(backbone.norm) for _ in TAPS)
+        self.embed_norm, self.norm = copy.deepcopy(backbone.norm), copy.deepcopy(backbone.norm)
+        self.fuse = nn.Linear(len(TAPS) * width, width, bias=False)
+        self.embed = nn.Linear(width, width, bias=False)
+        self.layers = nn.ModuleList(backbone.add_layer() for _ in range(count))
+        with torch.no_grad():  # at first it is the state after the last layer, normed
+            self.fuse.weight[:, :-width].zero_()
+            self.fuse.weight[:, -width:].copy_(torch.eye(width))
+            self.embed.weight.zero_()
+        self.requires_grad_(True)
+
+    def fused(self, states: Tensor) -> Tensor:
+        """What a row reads, ``[B, R, D]``, of its states after the layers ``after``, ``[B, R, 3 D]``."""
+        normed = [norm(h) for norm, h in zip(self.norms, states.chunk(len(TAPS), dim=-1), strict=True)]
+        return cast(Tensor, self.fuse(torch.cat(normed, dim=-1)))
+
+    def start(self, state: Tensor, chosen: Tensor) -> Tensor:
+        """A draft's state before the layers: that of the row or draft before it, and its token's embedding."""
+        return state + cast(Tensor, self.embed(self.embed_norm(chosen)))
 
 
 class Streams(nn.Module):

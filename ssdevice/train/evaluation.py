@@ -14,10 +14,10 @@ from ssdevice.model import loading
 from ssdevice.model.step import StreamModel
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 from ssdevice.train.batches import collate
-from ssdevice.train.distill import own_completions
 from ssdevice.train.job import Job
 from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows
 from ssdevice.train.options import TrainOptions
+from ssdevice.train.samples import own_completions
 from ssdevice.tree import MISS, Tree, tokens_per_step
 
 DEV_LIMIT = 100

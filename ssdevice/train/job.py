@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ssdevice.progress import Report
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.train.options import UNFINISHED, TrainOptions
+from ssdevice.train.options import TrainOptions
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
@@ -100,7 +100,3 @@ class Job:
     folder: Path
     tokenizer: ChatTokenizer
     report: Report
-
-    def store(self, stage: str) -> Path:
-        """The file in which an unfinished run keeps what the model wrote in a stage."""
-        return self.options.out / UNFINISHED / f"{stage.replace(' ', '_')}.jsonl"

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ssdevice.adapters.settings import AdapterFolder
 from ssdevice.config import Mode
@@ -23,9 +25,8 @@ from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train.batches import tokenize
 from ssdevice.train.decoding import Decoding, sampling
-from ssdevice.train.distill import own_completions, written
 from ssdevice.train.job import Job
-from ssdevice.train.options import ANSWER_TOKENS
+from ssdevice.train.options import ANSWER_TOKENS, UNFINISHED
 
 FILE = "self_prompts.jsonl"
 TEMPERATURE, TOP_P = 0.8, 0.95  # of prompts
@@ -36,6 +37,8 @@ ATTEMPTS = 4
 LEAST_WORDS = 3
 LEAST_VARIETY = 0.4
 """Smallest share of distinct words; a text below it repeats itself."""
+Key = TypeVar("Key", bound=int | tuple[int, ...])
+"""The key of an answer: the number of an attempt, or the ids of its prompt."""
 
 
 def read_samples(job: Job, hf: Any, init: AdapterFolder | None, examples: list[Example]) -> list[Sample]:
@@ -122,3 +125,64 @@ def write_rows(job: Job, prompts: Sequence[str], samples: Sequence[Sample]) -> N
             answer = job.tokenizer.decode(sample.ids[sample.prompt :])
             if answer.strip():
                 file.write(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False) + "\n")
+
+
+def own_completions(
+    job: Job, backbone: Backbone, samples: Sequence[Sample], most: Sequence[int], stage: str
+) -> list[Sample]:
+    """Samples with their completions replaced by the model's greedy ones of at most ``most[i]`` tokens each.
+
+    A prompt that occurs twice is answered once. ``stage``: see ``written``.
+    """
+    prompts = [sample.ids[: sample.prompt] for sample in samples]
+    room = dict(zip(prompts, most, strict=True))
+
+    def write(keys: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, list[int]]]:
+        yield from Decoding(backbone, keys, set(job.tokenizer.stop_ids), [room[prompt] for prompt in keys])
+
+    found = written(job, prompts, write, stage)
+    return [Sample((*prompt, *found[prompt]), len(prompt)) for prompt in prompts]
+
+
+def written(
+    job: Job, keys: Sequence[Key], write: Callable[[Sequence[Key]], Iterator[tuple[int, list[int]]]], stage: str
+) -> dict[Key, list[int]]:
+    """The ids for every key, from the stores of ``stage`` if they have them, otherwise from ``write``.
+
+    Each process appends its share, line by line, to a store of its own, and all processes read all stores. The next
+    run, with any number of processes, uses whatever a kill has left.
+    """
+    place, folder = job.place, job.options.out / UNFINISHED
+    done = _read(folder, stage)
+    place.wait()  # nobody writes before all have read
+    missing = place.share([key for key in dict.fromkeys(keys) if key not in done])
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+        with place.autocast(), (folder / f"{stage}.{place.rank}.jsonl").open("a", encoding="utf-8") as out:
+            out.write("\n")  # ends a line that a kill cut short
+            for count, (i, ids) in enumerate(write(missing), 1):
+                out.write(_line(missing[i], ids))
+                out.flush()
+                job.report(stage, count, len(missing), "")
+    place.wait()
+    return _read(folder, stage)
+
+
+def _line(key: int | tuple[int, ...], ids: list[int]) -> str:
+    row = {"of": key, "ids": ids}
+    return json.dumps({**row, "crc32": zlib.crc32(json.dumps(row).encode())}) + "\n"
+
+
+def _read(folder: Path, stage: str) -> dict[Any, list[int]]:
+    """The stored ids by key, without lines that a kill cut short or a disk has changed: these are written again."""
+    found: dict[Any, list[int]] = {}
+    stores = sorted(folder.glob(f"{stage}.*.jsonl"))
+    for line in (line for store in stores for line in store.read_bytes().splitlines(keepends=True)):
+        try:
+            row = json.loads(line)
+            key = tuple(row["of"]) if isinstance(row["of"], list) else row["of"]
+            if _line(key, row["ids"]).encode() == line:
+                found[key] = row["ids"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

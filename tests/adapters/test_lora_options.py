@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ssdevice.adapters.lora_options import MERGED, PLAIN, check_options
-from ssdevice.adapters.weights import AdapterWeights
+from ssdevice.adapters.weights import MERGED, PLAIN, AdapterWeights, check_options
 from ssdevice.errors import InputError, UnsupportedModelError
 from ssdevice.model.lora import attach_lora, check_peft
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ssdevice.bench.machine import Load
-from ssdevice.bench.page import page, write_page
-from ssdevice.bench.report import TITLES, as_json
+from ssdevice.bench.report import TITLES, as_json, page, write_page
 from ssdevice.bench.runner import BenchOptions, BenchResult, measure
 from ssdevice.data import Example
 from ssdevice.tree import Tree

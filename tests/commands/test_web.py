@@ -16,8 +16,7 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import CacheDtype, Precision
 from ssdevice.cli import main
 from ssdevice.commands import web
-from ssdevice.commands.page import page
-from ssdevice.commands.web import HEADERS
+from ssdevice.commands.web import HEADERS, page
 from ssdevice.contract import CacheForm, functions
 from ssdevice.serve.names import LOOPBACK
 from ssdevice.text.chat_template import ChatFormat

@@ -15,8 +15,8 @@ from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.model.adapter import load_streams, write_streams
 from ssdevice.model.loading import build, load
+from ssdevice.model.operators import top_k
 from ssdevice.model.step import StreamModel
-from ssdevice.model.ties import top_k
 from ssdevice.tree import Tree
 from tests.model.reference import Reference
 from tests.model.tiny import VOCAB, tiny_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,9 @@ from ssdevice.data import read_examples
 from ssdevice.errors import ConfigError
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.tokenizer import Sample
-from ssdevice.train.distill import _line, written
 from ssdevice.train.job import Job, Place
-from ssdevice.train.options import TrainOptions
-from ssdevice.train.samples import FILE, distinct
+from ssdevice.train.options import UNFINISHED, TrainOptions
+from ssdevice.train.samples import FILE, _line, distinct, written
 from ssdevice.train.trainer import covered, draft_ids
 from tests.train.test_run import base, command  # noqa: F401  # fixture
 
@@ -52,25 +50,24 @@ def writer(asked: list[Key]):
 
 
 def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path) -> None:
-    store, asked = job(tmp_path).store("answers"), list[Key]()
+    folder, asked = tmp_path / UNFINISHED, list[Key]()
     barrier = threading.Barrier(2)
     both = [Place(torch.device("cpu"), rank, world=2, bf16=False, state=Alone(barrier.wait)) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         one, found = pool.map(lambda place: written(job(tmp_path, place), KEYS, writer(asked), "answers"), both)
     assert one == found
     assert sorted(asked, key=str) == sorted(set(KEYS), key=str)
-    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    assert sorted(p.name for p in folder.iterdir()) == ["answers.0.jsonl", "answers.1.jsonl"]
+    lines = [line for file in folder.iterdir() for line in file.read_text().splitlines() if line]
     assert len(lines) == 4 and found.keys() == set(KEYS)
-    assert [p.name for p in store.parent.iterdir()] == ["answers.jsonl"]
     assert written(job(tmp_path), KEYS, writer(asked), "answers") == found
     assert len(asked) == 4, "nothing was asked for twice"
 
 
 def test_what_a_kill_left_is_used(tmp_path: Path) -> None:
-    store = job(tmp_path).store("answers")
-    store.parent.mkdir()
+    (tmp_path / UNFINISHED).mkdir()
     lines = _line((3,), [9]) + _line((4,), [8]).replace("8", "7", 1) + '\xff{"of": 7}\n[]\n' + _line((1, 2), [5])[:-9]
-    store.with_name("answers.1.part").write_text(lines, "latin-1")
+    (tmp_path / UNFINISHED / "answers.0.jsonl").write_text(lines, "latin-1")
     asked = list[Key]()
     found = written(job(tmp_path), KEYS, writer(asked), "answers")
     assert found[(3,)] == [9] and (3,) not in asked

@@ -13,8 +13,7 @@ import pytest
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.commands import web
-from ssdevice.commands.page import page
-from ssdevice.commands.web import HEADERS, Site
+from ssdevice.commands.web import HEADERS, Site, page
 from ssdevice.serve.names import LOOPBACK
 from tests.apps.web_demo import host, shipped
 from tests.serve.serving import running

@@ -13,7 +13,7 @@ pytest.importorskip("coreai_torch", reason=ABSENT)
 import torch
 from torch import Tensor, nn
 
-from ssdevice.model.ties import top_k
+from ssdevice.model.operators import top_k
 from tests.export.coreai.computed import computed
 
 ROWS, VOCAB, K = 4, 5000, 3

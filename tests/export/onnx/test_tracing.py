@@ -20,7 +20,7 @@ from ssdevice.export.onnx.quantization import WeightStore, quantize
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import build
-from ssdevice.model.ties import argmax
+from ssdevice.model.operators import argmax
 from ssdevice.tree import Tree
 from tests.model.tiny import MODELS, tiny_model
 
