@@ -32,7 +32,7 @@ export class BundleError extends Error {}
  * @property {{layers: number, kv_heads: number, head_dim: number, vocab: number, gamma: number, k: number,
  *   tree: number[][], context: number, chunk: number, hidden?: number}} geometry
  * @property {{name: string}[]} functions
- * @property {{stop_ids: number[], frames: import("./frames.js").Frames | null}} chat
+ * @property {{stop_ids: number[], frames?: import("./frames.js").Frames | null}} chat
  * @property {import("./sampling.js").Sampling & {do_sample?: boolean} | null} [sampling]  what the model recommends
  * @property {App[]} apps
  * @property {string} default_app
@@ -70,6 +70,8 @@ export class Bundle {
     if (!Object.hasOwn(ARRAYS, dtype)) {
       throw new BundleError(`a cache of ${dtype}; browsers need float32 or float16`);
     }
+    manifest.roles ??= {};
+    for (const app of manifest.apps) Object.assign(app, { instruction: "", files: [], functions: {}, ...app });
     const unsafe = Object.keys(manifest.files).find((path) => !PATH.test(path));
     if (unsafe !== undefined) throw new BundleError(`the path ${JSON.stringify(unsafe)} leaves the bundle`);
     return new Bundle(manifest, source);

@@ -25,6 +25,7 @@ from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from tests.apps.cpp_host import build as host_build
+from tests.bundle.optional import leave_out_defaults
 from tests.compiled_kernels import built
 from tests.fuzz import host as fuzz
 from tests.fuzz.mutator import rehash
@@ -200,6 +201,13 @@ def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(folder: Pa
     assert done.stdout == run(bundle.folder, lines(prompts), "--max-tokens", "20", "--temperature", "0").stdout
     wrong = recommending(bundle, folder, top_p=3.0)
     refused(run(wrong, "1\n", "--sample"), "top_p is 3.0, expected more than 0 to 1.0")
+
+
+def test_fields_that_a_manifest_leaves_out_change_nothing(folder: Path) -> None:
+    expected = run(folder, "1 2 3\n", "--max-tokens", "9", "--no-kernels").stdout
+    assert leave_out_defaults(folder) > 10 and expected
+    done = run(folder, "1 2 3\n", "--max-tokens", "9", "--no-kernels")
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
 def recommending(bundle: Bundle, folder: Path, **sampling: object) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssdevice.bundle.manifest import Manifest, encode_manifest, parse_manifest
+from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import to_json
 from ssdevice.errors import BundleError
+from tests.bundle.optional import optional_places, with_defaults
 from tests.bundle.samples import leaves, sample_document
 
 DOCUMENT = sample_document()
@@ -20,7 +24,6 @@ BYTES = json.dumps(DOCUMENT).encode()
 # Functions are the largest part and all of a kind: one place in four is in them.
 PLACES = [place for place in leaves(DOCUMENT)[1:] if place[0] != "functions"]
 TENSORS = [place for place in leaves(DOCUMENT)[1:] if place[0] == "functions"]
-OPTIONAL: dict[str, Any] = {"calibrated_rows": 0, "notes": [], "parity": {}, "roles": {}}
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -68,17 +71,43 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return document
 
 
-def filled(raw: Any, whole: Any) -> Any:
-    """A value of a manifest with the defaults that it leaves out."""
-    if not (isinstance(raw, dict) and isinstance(whole, dict)):
-        return raw
-    return {**whole, **{key: filled(value, whole.get(key)) for key, value in raw.items()}}
-
-
 def one_line(error: BundleError) -> bool:
     """Whether a message is fit for a terminal and a log, whatever stood in the file."""
     text = str(error)
     return text.startswith("manifest.json") and text.isprintable() and len(text) < 700
+
+
+WHOLE = {**DOCUMENT, "apps": DOCUMENT["apps"][:1], "default_app": "base", "sampling": to_json(ModelSampling())}
+OPTIONAL = {place: default for place, default in optional_places(Manifest, WHOLE) if place[:2] != ("functions", 1)}
+
+
+@pytest.mark.parametrize("place", OPTIONAL, ids=lambda place: ".".join(map(str, place)))
+def test_an_optional_field_that_is_left_out_is_its_default_and_is_written(place: tuple[Any, ...]) -> None:
+    written = changed(place, OPTIONAL[place])
+    left_out = changed(place, None)
+    *above, last = place
+    del reduce(getitem, above, left_out)[last]
+    manifest = parse_manifest(json.dumps(left_out).encode(), "manifest.json")
+    assert json.loads(encode_manifest(manifest)) == written
+    assert manifest == parse_manifest(json.dumps(written).encode(), "manifest.json")
+
+
+@pytest.mark.parametrize("place", OPTIONAL, ids=lambda place: ".".join(map(str, place)))
+def test_null_is_no_value_but_of_a_field_that_is_null_by_default(place: tuple[Any, ...]) -> None:
+    data = json.dumps(changed(place, None)).encode()
+    if OPTIONAL[place] is None:
+        parse_manifest(data, "manifest.json")
+    else:
+        with pytest.raises(BundleError, match="found null|is not one of"):
+            parse_manifest(data, "manifest.json")
+
+
+def changed(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The sample, in which every optional field is written, with another value at a place."""
+    document = copy.deepcopy(WHOLE)
+    *above, last = place
+    reduce(getitem, above, document)[last] = value
+    return document
 
 
 @settings(max_examples=500)
@@ -89,16 +118,7 @@ def test_a_mutated_manifest_is_refused_or_means_what_it_says(document: dict[str,
     except BundleError as error:
         assert one_line(error), str(error)
     else:
-        assert to_json(manifest) == {
-            **OPTIONAL,
-            **document,
-            "geometry": {"hidden": 0, **document["geometry"]},
-            "functions": [{"states": [], **function} for function in document["functions"]],
-            "chat": to_json(manifest.chat),
-            "apps": to_json(manifest.apps),
-        }
-        parts = [(manifest.chat, document["chat"]), *zip(manifest.apps, document["apps"], strict=True)]
-        assert all(filled(raw, to_json(part)) == to_json(part) for part, raw in parts)
+        assert to_json(manifest) == with_defaults(Manifest, document)
         assert parse_manifest(encode_manifest(manifest), "manifest.json") == manifest
 
 

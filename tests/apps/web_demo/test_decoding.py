@@ -26,6 +26,7 @@ from ssdevice.runtime.onnx.adapter import AdapterTensors, write_adapter
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from tests.apps.web_demo import host, shipped
+from tests.bundle.optional import leave_out_defaults
 from tests.runtime import tiny_bundle as tiny
 from tests.vectors.sampling import FILE as VECTORS
 from tests.vectors.sessions import FILE as SESSIONS
@@ -123,6 +124,16 @@ def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(tmp_path: 
         for asked, said in zip(cases, host.decoded(folder, requests), strict=True):
             runs = session.runs([9, 8], max_tokens=20, mode="plain", sampling=session.sampling(**asked))
             assert said["plain"] == said["adaptive"] == [token for run in runs for token in run.tokens], asked
+
+
+def test_fields_that_a_manifest_leaves_out_change_nothing(tmp_path: Path) -> None:
+    bundle = tiny.tiny_bundle("fp32")
+    folder = shutil.copytree(bundle.folder, tmp_path / "bundle")
+    assert leave_out_defaults(folder) > 10
+    requests = [{"app": tiny.APP, "ids": [9, 8], "max_tokens": 9}]
+    (said,) = host.decoded(folder, requests)
+    with Session.open(bundle, threads=1) as session:
+        assert said["speculative"] == expected(session, [9, 8], "speculative", 9)
 
 
 @pytest.mark.parametrize(
