@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -127,6 +128,9 @@ class Link:
 
     def __init__(self, at: VerifyAt, app: str, tokenizer: str) -> None:
         self.at, self.app, self.tokenizer = at, app, tokenizer
+        parts, kind = urlsplit(at.url), {"http": HTTPConnection, "https": HTTPSConnection}
+        self._base = parts.path.rstrip("/")
+        self._connect = partial(kind[parts.scheme], str(parts.hostname), parts.port, timeout=at.patience)
         self._limits: Limits | None = None  # none before the server has answered, and while it is away
         self._connection: HTTPConnection | None = None
         self.back, self._closed = threading.Event(), threading.Event()
@@ -208,8 +212,7 @@ class Link:
 
     def _exchange(self, method: str, path: str, content: bytes, patience: float) -> tuple[int, bytes]:
         connection = self._connection = self._connection or self._connect()
-        base = urlsplit(self.at.url).path.rstrip("/")
-        connection.putrequest(method, f"{base}{path}", skip_accept_encoding=True)
+        connection.putrequest(method, self._base + path, skip_accept_encoding=True)
         if self.at.key is not None:
             connection.putheader("Authorization", f"Bearer {self.at.key}")
         if content:
@@ -223,11 +226,6 @@ class Link:
         if response.read(1):
             raise HTTPException("an answer that is too long")
         return response.status, answer
-
-    def _connect(self) -> HTTPConnection:
-        parts = urlsplit(self.at.url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        return kind(str(parts.hostname), parts.port, timeout=self.at.patience)
 
     def _hang_up(self) -> None:
         if self._connection is not None:
@@ -256,9 +254,9 @@ class SplitEngine(Engine):
     """A bundle's engine that drafts for a server; see the module. Its sessions decode greedily."""
 
     def __init__(self, device: Engine, link: Link) -> None:
-        ours, limits = device.geometry, link.limits()
-        context = ours.context if limits is None else min(ours.context, limits.context)
-        drafts = link.at.drafts if limits is None else min(link.at.drafts, limits.drafts)
+        ours, at = device.geometry, link.at
+        limits = link.limits() or Limits(at.drafts, ours.context, link.tokenizer)
+        context, drafts = min(ours.context, limits.context), min(at.drafts, limits.drafts)
         geometry = replace(
             ours, gamma=drafts, k=1, tree=Tree.chain(drafts), context=context, chunk=min(context, MAX_CHUNK), hidden=0
         )
@@ -297,28 +295,22 @@ class SplitCache(Cache):
         self.held = 0  # tokens of the text that the server holds
 
     def call(self, function: str, length: int) -> Outputs:
-        inputs, drafts = self.inputs, self.inputs[contract.DRAFTS]
-        given = (
-            inputs[contract.ROOT]
-            if function == contract.STEP
-            else inputs[contract.CHUNK][: inputs[contract.VALID].item()]
-        )
+        inputs, drafts, step = self.inputs, self.inputs[contract.DRAFTS], function == contract.STEP
+        given = inputs[contract.ROOT] if step else inputs[contract.CHUNK][: inputs[contract.VALID].item()]
         self.text[length:] = given.tolist()
         self.held = min(self.held, length)
         room = self.geometry.context - len(self.text)
-        guesses = drafts[:room, 0].tolist() if function == contract.STEP else ()
+        guesses = drafts[:room, 0].tolist() if step else ()
         tokens = self.link.verify(self.client, self.text, self.held, guesses)
         after = np.zeros_like(drafts)
         if tokens is None:
             self.alone += 1
-            tokens = [self._next(self.text)]
+            tokens = self._following(self.text, 1)
         else:
             self.text += tokens[:-1]
             self.held = len(self.text)
-            text = [*self.text, tokens[-1]]
-            for place in range(min(len(after), self.geometry.context - len(text) + 1)):
-                text.append(self._next(text))
-                after[place] = text[-1]
+            own = self._following([*self.text, tokens[-1]], min(len(after), self.geometry.context - self.held))
+            after[: len(own), 0] = own
         self.native_seconds = self.mine.cache.native_seconds
         found = np.array(tokens, np.int32)
         return {
@@ -331,14 +323,18 @@ class SplitCache(Cache):
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
         raise InputError("a conversation that a server verifies cannot be saved")
 
-    def _next(self, text: list[int]) -> int:
-        """The device's own token after a text."""
-        mine = self.mine
+    def _following(self, text: list[int], count: int) -> list[int]:
+        """The device's own next tokens after a text."""
+        mine, found = self.mine, list[int]()
         mine.length = mine.shared(text)
-        pending, token = text[mine.length :], 0
-        if len(pending) > self.geometry.tree.emitted:
-            return prefill(mine, pending)
-        for each in pending:
-            (token,) = self.advance(mine, each)
-            mine.length += 1
-        return token
+        pending = text[mine.length :]
+        while len(found) < count:
+            if len(pending) > self.geometry.tree.emitted:
+                pending = [prefill(mine, pending)]
+            else:
+                for token in pending:
+                    (after,) = self.advance(mine, token)
+                    mine.length += 1
+                pending = [after]
+            found += pending
+        return found
