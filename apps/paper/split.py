@@ -58,15 +58,16 @@ class State(Structure):
 
 
 def relay(listening: socket.socket, to: int, state: State) -> None:
-    """Carry every connection to a port of this machine."""
-    while True:
-        near, _ = listening.accept()
-        far = socket.create_connection((HOST, to))
-        for one, other, way in ((near, far, "up"), (far, near, "down")):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            due: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
-            Thread(target=take, args=(one, due, state, way), daemon=True).start()
-            Thread(target=give, args=(other, due, state), daemon=True).start()
+    """Carry every connection to a port of this machine, until ``listening`` is closed."""
+    with suppress(OSError):
+        while True:
+            near, _ = listening.accept()
+            far = socket.create_connection((HOST, to))
+            for one, other, way in ((near, far, "up"), (far, near, "down")):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                due: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
+                Thread(target=take, args=(one, due, state, way), daemon=True).start()
+                Thread(target=give, args=(other, due, state), daemon=True).start()
 
 
 def take(end: socket.socket, due: SimpleQueue[tuple[float, bytes]], state: State, way: str) -> None:
@@ -158,7 +159,11 @@ def run(args: argparse.Namespace) -> None:
         return
     with network(args.large, args.threads) as (port, state), args.results.open("a") as out:
         state.rate = args.rate * 125_000
-        with device(args, port) as split, device(args, None) as alone, closing(HTTPConnection(HOST, port)) as plain:
+        with (
+            device(args, port, patience=60.0) as split,
+            device(args, None) as alone,
+            closing(HTTPConnection(HOST, port)) as plain,
+        ):
             ways: dict[str, Callable[[str], dict[str, Any]]] = {
                 SPLIT: lambda prompt: answered(split, prompt, args.max_tokens),
                 STREAM: lambda prompt: streamed(plain, str(split.app), prompt, args.max_tokens),
@@ -176,32 +181,45 @@ def run(args: argparse.Namespace) -> None:
 
 
 def outage(args: argparse.Namespace) -> None:
-    """Answer prompts, cut the network after ``--before`` s and join it ``--gap`` s later; print what came."""
+    """Answer prompts with a network that is cut meanwhile, and print what came and how fast.
+
+    It is cut after ``--before`` s of tokens that the server verified, until ``--gap`` s of the device's own came.
+    """
     said, came = list[str](), list[tuple[float, int, bool]]()
     with network(args.large, args.threads) as (port, state), device(args, port, tell=said.append) as session:
         state.rate, state.trip = args.rate * 125_000, args.trips[0] / 1e3
         answered(session, next(lines(args.data))["prompt"], args.max_tokens)
-        begin = perf_counter()
-        for row in cycle(list(islice(lines(args.data), args.limit))):
-            alone = 0
-            for each in session.runs(session.prompt_ids(row["prompt"]), max_tokens=args.max_tokens):
-                at = perf_counter() - begin
-                came.append((at, len(each.tokens), session.last.alone > alone))
-                alone = session.last.alone
-                state.cut = args.before <= at < args.before + args.gap
-            if at > 2 * args.before + args.gap:
+        begin, since, stage = perf_counter(), 0.0, 0
+        waits = [args.before, 0.0, args.gap, 0.0, args.before]  # verified; cut, and alone; joined, and verified again
+        for tokens, alone in calls(session, list(islice(lines(args.data), args.limit)), args.max_tokens):
+            at = perf_counter() - begin
+            came.append((at, tokens, alone))
+            if alone == (stage in (1, 2)) and at - since >= waits[stage]:
+                stage, since = stage + 1, at
+                state.cut = stage in (1, 2)
+            if stage == len(waits):
                 break
     for first, last, text in phases(came):
         print(f"{first:.2f} to {last:.2f} s: {text}")
     print("\n".join(said))
 
 
+def calls(session: Session, rows: Sequence[dict[str, Any]], most: int) -> Iterator[tuple[int, bool]]:
+    """Answers without an end, call by call: how many tokens, and whether the device chose them alone."""
+    for row in cycle(rows):
+        alone = 0
+        for each in session.runs(session.prompt_ids(row["prompt"]), max_tokens=most):
+            yield len(each.tokens), session.last.alone > alone
+            alone = session.last.alone
+
+
 def phases(came: Sequence[tuple[float, int, bool]]) -> Iterator[tuple[float, float, str]]:
     """Begin, end and tokens/s of each stretch of tokens from one side; ``came``: seconds, tokens, whether alone."""
     for alone, group in groupby(came, lambda each: each[2]):
-        calls = list(group)
-        speed = sum(tokens for _, tokens, _ in calls[1:]) / max(calls[-1][0] - calls[0][0], 1e-9)
-        yield calls[0][0], calls[-1][0], f"{speed:.1f} tokens/s {'of the device alone' if alone else 'verified'}"
+        (first, _, _), *others = group
+        last = others[-1][0] if others else first
+        speed = sum(tokens for _, tokens, _ in others) / max(last - first, 1e-9)
+        yield first, last, f"{speed:.1f} tokens/s {'of the device alone' if alone else 'verified'}"
 
 
 def table(args: argparse.Namespace) -> None:

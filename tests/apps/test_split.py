@@ -62,7 +62,7 @@ def test_the_device_goes_on_alone_while_the_network_is_cut(tmp_path: Path, capfd
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
     bundles = [str(tiny_bundle().folder), str(tiny_bundle("int8").folder)]
     data = ["--data", str(tmp_path / "prompts.jsonl"), "--max-tokens", str(CONTEXT // 2)]
-    split.main(["outage", *bundles, *data, "--trips", "10", "--before", "0.5", "--gap", "2.5"])
+    split.main(["outage", *bundles, *data, "--trips", "10", "--before", "0.3", "--gap", "0.3"])
     said = capfd.readouterr().out
     assert "tokens/s verified" in said and "of the device alone" in said and "the server is back" in said
 
