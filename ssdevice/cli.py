@@ -48,10 +48,8 @@ DEPRECATED = ("`is_gradient_checkpointing` is deprecated", "The PEFT config's `b
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 (failure), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM).
-
-    What the caller or the machine can cause is a line on stderr; ``--debug`` shows where it came from instead.
-    """
+    """Run one command; the exit code is 0, 1 (failure), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM). What the caller
+    or the machine can cause is a line on stderr; ``--debug`` shows where it came from instead."""
     args = sys.argv[1:] if argv is None else list(argv)
     debug = "--debug" in args
     _write_any_text()
@@ -97,10 +95,8 @@ def _message(error: Exception) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes no more text: the error does not say, so it is tried.
-
-    What is left for it is then dropped, or Python would try again at the end.
-    """
+    """Whether standard output takes no more text: the error does not say, so it is tried. What is left for it is
+    dropped, or Python would try again at the end."""
     try:
         print(flush=True)
     except OSError:
@@ -165,9 +161,7 @@ def command_module(name: str) -> Any:
 
 
 def one_line(text: str) -> str:
-    """A message for a terminal: one line of bounded length, without control characters.
-
-    Messages contain file names and texts from bundles, and errors of other libraries, which can be pages long.
-    """
+    """A message for a terminal: one line of bounded length, without control characters. Messages contain names and
+    texts from files and bundles, and errors of other libraries, which can be pages long."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return shown if len(shown) <= MAX_MESSAGE else f"{shown[: MAX_MESSAGE - 3]}..."

@@ -35,9 +35,7 @@ class Mode(StrEnum):
 
 class StreamMLP(StrEnum):
     """The MLP of stream rows in lossless mode: the base MLP with the adapter, or the adapter in its place.
-
-    ``adapter-only``: there are no other adapters, and this one is linear (the successor's figure 2a and appendix J).
-    """
+    ``adapter-only`` has no other adapters, and this one is linear (the successor's figure 2a and appendix J)."""
 
     ADAPTER_ONLY = "adapter-only"
     ADAPTER = "adapter"
@@ -55,17 +53,16 @@ class Schedule(StrEnum):
 class StreamConfig(Ruled):
     """How streams are built and trained; part of ``streams.json`` beside the weights.
 
-    ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads on the last hidden state instead, which share the LM head,
-    each of rank ``adapter_rank``. ``init_rank``: rank η of f = UV in 2402.11131 eq. 3 (0: the identity).
-    ``token_rank``: rank of g, by which each stream also sees the token that the main stream has just chosen (0: they do
-    not, as in the paper); they cannot run before it is chosen, so their schedule is ``deferred``. ``follow_rank``: rank
-    of the term by which a draft sees the token before it, an idea of Hydra (2402.05109; 0: drafts do not depend on each
-    other). ``adapter_rank``: rank R_s of the stream adapters of the MSA layers in lossless mode (*Speculative
-    Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2). ``stream_mlp``:
-    which there are. ``draft_layers``: layers of its own that draft one token after the other, as EAGLE's (2401.15077,
-    2503.01840), in lossless mode and instead of streams in the top layers; no rank applies then (0: streams or heads).
-    ``lora_rank``: rank of the PEFT LoRA in shared mode (0: none).
-    ``draft_vocabulary``: how many tokens streams choose among (0: all); their ids are stored with the weights.
+    ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads of rank ``adapter_rank`` on the last hidden state, which
+    share the LM head. ``init_rank``: rank η of f = UV in 2402.11131 eq. 3 (0: the identity). ``token_rank``: rank of g,
+    by which each stream also sees the token that the main stream has just chosen (0: as in the paper, not); their
+    schedule is then ``deferred``. ``follow_rank``: rank of the term by which a draft sees the token before it, an idea
+    of Hydra (2402.05109; 0: drafts do not depend on each other). ``adapter_rank``: rank R_s of the stream adapters of
+    the MSA layers in lossless mode (*Speculative Streaming: Efficient and Scalable Speculative Decoding with
+    Multi-Stream Attention*, appendix H.2). ``draft_layers``: layers of its own that draft one token after the other,
+    like EAGLE's (2401.15077, 2503.01840), in lossless mode and instead of streams; no rank applies then. ``lora_rank``:
+    rank of the PEFT LoRA in shared mode (0: none). ``draft_vocabulary``: how many tokens streams choose among (0: all);
+    their ids are stored with the weights.
     """
 
     mode: Mode = Mode.SHARED
@@ -114,10 +111,8 @@ class StreamConfig(Ruled):
 
 
 def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
-    """Build dataclass ``cls`` from plain JSON values.
-
-    Enums are read from their values, tuples from lists, nested dataclasses from objects. Raises ConfigError for unknown
-    keys and wrong types, naming ``where``, the key, and the nearest known name.
+    """Build dataclass ``cls`` from plain JSON values: enums from their values, tuples from lists, dataclasses from
+    objects. Raises ConfigError for unknown keys and wrong types, naming ``where``, the key, and the nearest known name.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, found {_json_name(data)}")

@@ -122,14 +122,12 @@ class FunctionSpec:
 
 @dataclass(frozen=True)
 class Geometry(Ruled):
-    """The constants of an export.
+    """The constants of an export. Raises ConfigError for sizes out of their bounds, or that contradict each other.
 
     ``layers``: those that keep rows, the model's and its draft layers. ``kv_heads``, ``head_dim``, ``vocab``: the
-    model's. ``gamma``: γ, the number of streams, with ``k``
-    candidates each for ``tree``, in JSON a list of the rank paths below the root, breadth first. ``context``: tokens
-    that a conversation may hold. ``chunk``: C, prompt tokens per prefill call. ``hidden``: D, the width of a state; 0
-    without functions for a caller that chooses. Raises ConfigError for sizes out of their bounds, or that contradict
-    each other.
+    model's. ``gamma``: γ, the number of streams, with ``k`` candidates each for ``tree``, in JSON a list of the rank
+    paths below the root, breadth first. ``context``: tokens of a conversation. ``chunk``: C, prompt tokens per prefill
+    call. ``hidden``: D, the width of a state; 0 without functions for a caller that chooses.
     """
 
     layers: int = field(metadata=within(1, 1024))

@@ -46,11 +46,8 @@ class Example:
 
 
 def iter_examples(path: str | Path, *, require_completion: bool = True) -> Iterator[Example]:
-    """The examples of one file in order, read lazily.
-
-    Raises InputError, which names the file and the line: no such file, not gzip, not UTF-8, not JSON, unknown keys,
-    wrong types, an empty prompt, no completion with ``require_completion``, or no example at all.
-    """
+    """The examples of one file in order, read lazily. Raises InputError, which names the file and the line, for
+    anything but the two forms above, an empty text, no completion with ``require_completion``, or no example at all."""
     path = arguments.path("a data file", path)
     found = False
     for number, line in _lines(path):
@@ -71,10 +68,8 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
 def read_examples(
     paths: Iterable[str | Path] | str | Path, limit: int | None = None, *, require_completion: bool = True
 ) -> list[Example]:
-    """The first ``limit`` examples (None: all) of one or more files, in order.
-
-    Raises the same errors as ``iter_examples``; lines after the limit are not read and not checked.
-    """
+    """The first ``limit`` examples (None: all) of one or more files, in order; errors as in ``iter_examples``. Lines
+    after the limit are not read and not checked."""
     if limit is not None:
         arguments.whole("limit", limit, 1)
     files = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)

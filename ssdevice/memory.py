@@ -24,10 +24,8 @@ def free_memory() -> None:
 
 
 def keep_no_large_blocks() -> None:
-    """From now on, give back every large block as soon as it is freed; glibc only.
-
-    Otherwise the C library keeps those of up to 32 MB, and blocks in use between them hold them in memory.
-    """
+    """From now on, give back every large block as soon as it is freed; glibc only, which otherwise keeps those of up to
+    32 MB, held in memory by blocks in use between them."""
     if (set_option := _of_glibc("mallopt")) is not None:
         set_option(MMAP_THRESHOLD, LARGE)
 

@@ -22,10 +22,8 @@ def utf8(data: bytes, where: str, error: type[SSDeviceError] = InputError) -> st
 
 
 def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigError, depth: int | None = None) -> Any:
-    """The value in a JSON text (bytes are UTF-8). ``depth``: the most levels of lists and objects allowed.
-
-    Raises ``error`` with one line that begins with ``where``.
-    """
+    """The value in a JSON text (bytes are UTF-8). ``depth``: the most levels of lists and objects allowed. Raises
+    ``error`` with one line that begins with ``where``."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Targets by name: the modules of their export sides and their runtime sides.
+"""Targets by name: the modules of their export sides and their runtime sides. Nothing else in the core knows a target.
 
-Nothing else in the core knows a target. Another package adds one with an entry point of the group ``ssdevice.targets``,
-``NAME = "PACKAGE"``: its modules are ``PACKAGE.export`` and ``PACKAGE.runtime``.
+Another package adds one with an entry point of the group ``ssdevice.targets``, ``NAME = "PACKAGE"``: its modules are
+``PACKAGE.export`` and ``PACKAGE.runtime``.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ def find(name: str) -> Target:
 
 
 def load(module: str) -> Any:
-    """The ``TARGET`` that a module defines.
-
-    Raises ModuleNotFoundError if there is no such module, ConfigError if it cannot be loaded.
-    """
+    """The ``TARGET`` that a module defines. Raises ModuleNotFoundError if there is no such module, ConfigError if it
+    cannot be loaded."""
     try:
         return importlib.import_module(module).TARGET
     except Exception as error:  # modules of other packages may raise anything

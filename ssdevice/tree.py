@@ -37,11 +37,8 @@ AnswerRanks = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Tree:
-    """A static draft tree: ``paths`` are rank paths, breadth first, beginning with the root ``()``.
-
-    Raises ConfigError if a parent is missing, a path repeats, the order is not breadth first or there are more
-    than MAX_NODES nodes.
-    """
+    """A static draft tree: ``paths`` are rank paths, breadth first, beginning with the root ``()``. Raises ConfigError
+    if a parent is missing, a path repeats, the order is not breadth first or there are more than MAX_NODES nodes."""
 
     paths: tuple[Ranks, ...]
 
@@ -96,8 +93,7 @@ class Tree:
         ``observed`` counts, over verified positions, the ranks of the true next tokens in streams 1, 2, ..; a path ends
         before the first token that was not a candidate. A node is accepted as often as its path is a prefix of an
         observed one, so the most frequent prefixes are optimal, without assuming independent streams. Prefixes that
-        were never observed get no node, because each costs compute. Raises ConfigError for a size outside
-        1..MAX_NODES or a negative count.
+        were never observed get no node. Raises ConfigError for a size outside 1..MAX_NODES or a negative count.
         """
         if not 1 <= size <= MAX_NODES:
             raise ConfigError(f"a draft tree has 1..{MAX_NODES} nodes, {size} were requested")
@@ -112,10 +108,8 @@ class Tree:
 
     @classmethod
     def parse(cls, spec: str) -> Tree:
-        """A tree from ``chain:4``, ``full:k=3,depth=2``, a JSON list of rank paths, or a file with one of these.
-
-        Raises ConfigError, which lists the accepted forms.
-        """
+        """A tree from ``chain:4``, ``full:k=3,depth=2``, a JSON list of rank paths, or a file with one of these. Raises
+        ConfigError, which lists these forms."""
         text = spec.strip()
         if not text.startswith(STARTS):
             try:

@@ -1,7 +1,4 @@
-"""safetensors files as NumPy arrays, for hosts without torch.
-
-The library checks the header before it copies anything: no two tensors share bytes, all are as large as their shapes.
-"""
+"""safetensors files as NumPy arrays, without torch. The library checks a header before it copies anything."""
 
 from __future__ import annotations
 

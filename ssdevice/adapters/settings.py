@@ -71,11 +71,8 @@ def read_settings(folder: Path) -> AdapterSettings:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an app adds to the base: its ``folder``, None for the bare base.
-
-    ``settings``: those of its streams; None for an app with plain decoding only. ``has_lora``: whether its main rows
-    differ from the base's.
-    """
+    """What an app adds to the base: its ``folder``, None for the bare base. ``settings``: of its streams; None for
+    plain decoding only. ``has_lora``: whether its main rows differ from the base's."""
 
     folder: Path | None
     settings: AdapterSettings | None
@@ -127,10 +124,8 @@ class AdapterFolder(Adapter):
 
     @classmethod
     def open(cls, folder: Path, base: BaseIdentity | None = None) -> AdapterFolder:
-        """Check which files a folder has. Raises InputError, also if the adapter is not for ``base``.
-
-        A folder that lacks one of its files would otherwise be used without its LoRA or its streams, in silence.
-        """
+        """Check which files a folder has: without one of them it would be used without its LoRA or its streams, in
+        silence. Raises InputError, also if the adapter is not for ``base``."""
         if not folder.is_dir():
             raise InputError(f"adapter {folder}: no such folder")
         has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
@@ -152,10 +147,8 @@ class AdapterFolder(Adapter):
         return cls(folder, settings, has_lora)
 
     def check_apart(self) -> None:
-        """Raise InputError for lossless streams over a LoRA, which fit only into a bundle of their own.
-
-        Where apps share a base, stream rows would need the LoRA and their own adapters beside every linear.
-        """
+        """Raise InputError for lossless streams over a LoRA, which fit only into a bundle of their own: where apps
+        share a base, stream rows would need the LoRA and their own adapters beside every linear."""
         if self.has_lora and self.mode is Mode.LOSSLESS:
             why = "lossless streams over a LoRA cannot share a bundle with other apps yet: export this app by itself"
             raise InputError(f"{self.folder}: {why}")

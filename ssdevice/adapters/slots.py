@@ -2,7 +2,7 @@
 
 A **slot** is a pair of tensors beside one product of the base: ``y = base(x) + (x @ down) @ up``. Graphs take them as
 inputs, with a rank that every app chooses; a program has them as state of one rank, filled up with zeros. Linears that
-read the same input may share a slot: their ``down`` are concatenated into one product, and each has its own ``up`` (one
+read the same input may share a slot: their ``down`` are concatenated into one product, each keeps its own ``up`` (one
 block-diagonal ``up`` was slower from rank 32 on). A **variant** is a set of graphs for one kind of app; all variants
 read the same weights of the base.
 """
@@ -38,9 +38,9 @@ class SlotKind(StrEnum):
 class Slot:
     """The factors of linears that read the same ``inputs`` values.
 
-    ``sources``: the linears' names in the adapter folder, empty for one that takes no factors; ``outputs``: of each.
-    ``int8``: ``down`` has one scale per column. ``state``, ``rank``: name and rank of a slot that is a program's state,
-    whose tensors are ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``.
+    ``sources``: the linears' names in the adapter folder, empty for one without factors; ``outputs``: of each.
+    ``int8``: ``down`` has one scale per column. ``state``, ``rank``: of a slot that is a program's state, with tensors
+    ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``.
     """
 
     kind: SlotKind
@@ -106,8 +106,8 @@ class Variant:
     """Graphs for one kind of app: with streams, with a LoRA on main rows, or neither.
 
     ``streams``: their kind, with one stream, and ``EXAMPLE_RANK`` for every rank that apps choose. ``functions``: the
-    contract's name -> the target's (a file, or a name in a program). ``identifiers``: name of the tensor that takes the
-    stream identifiers ``[γ, hidden]``; empty without one.
+    contract's name -> the target's (a file, or a name in a program). ``identifiers``: name of the tensor for the stream
+    identifiers ``[γ, hidden]``; empty without one.
     """
 
     lora: bool

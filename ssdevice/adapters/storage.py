@@ -1,7 +1,7 @@
 """How an app's float tensors are stored in a bundle: float32, float16, or int8 with a scale per column.
 
-An int8 tensor has a companion ``[.., columns]`` float32, named with the suffix ``SCALE``. Hosts convert what they load
-to float32, so graphs and programs take the same tensors however they were stored.
+An int8 tensor has a companion ``[.., columns]`` float32, named with the suffix ``SCALE``. Hosts load all as float32, so
+graphs and programs take the same tensors however they were stored.
 """
 
 from __future__ import annotations

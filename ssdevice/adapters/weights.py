@@ -111,9 +111,7 @@ class AdapterWeights(AdapterFolder):
 
 def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> dict[str, Array]:
     """The tensors of a variant's slots by name. Linears without factors get rank 0, or zeros where the rank is fixed.
-
-    ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot.
-    """
+    ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot."""
     waiting = dict(weights.factors)
     if (g := waiting.get(TOKEN)) is not None:
         waiting[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
@@ -148,8 +146,8 @@ def int8_columns(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
 def int8_factors(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU.
 
-    x86 without VNNI multiplies two neighbouring weights by inputs of 0..255 and adds both products in 16 bits
-    (``vpmaddubsw``), which saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128.
+    x86 without VNNI adds the products of two neighbouring weights with inputs of 0..255 in 16 bits (``vpmaddubsw``),
+    which saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128.
     """
     paired = weight.shape[-2] // 2 * 2
 

@@ -19,7 +19,8 @@ from ssdevice.export.target import export_target
 from ssdevice.model.loading import read_config, resolve_folder
 from ssdevice.model.step import StreamModel
 from ssdevice.progress import Report, track
-from ssdevice.train.loss import LossWeights, StreamingLoss
+from ssdevice.train.loss import StreamingLoss
+from ssdevice.train.options import LossWeights
 
 # The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
 LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
@@ -30,8 +31,8 @@ TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precisio
 class Agreement:
     """``agreeing`` of ``tokens`` are the reference's choice; ``largest_margin``: of one that is not.
 
-    ``near_ties``: of the others, those that are the reference's second choice at no more than the distance of TIES.
-    ``simulated``: whether the reference rounds as the bundle does.
+    ``near_ties``: of the others, the reference's second choice within TIES. ``simulated``: whether the reference rounds
+    as the bundle does.
     """
 
     tokens: int
@@ -68,10 +69,8 @@ class Agreement:
 
 
 def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path | None) -> Path:
-    """The folder of ``model``, checked before anything runs.
-
-    Raises InputError for a model that is not the bundle's base, or an adapter that does not fit it or the app.
-    """
+    """The folder of ``model``. Raises InputError, before anything runs, for a model that is not the bundle's base or an
+    adapter that does not fit it or the app."""
     folder, own = resolve_folder(model), bundle.app(app)
     identity = BaseIdentity.of(folder, read_config(folder))
     bundle.check_base(f"--model {model}", identity.sha256)
@@ -92,10 +91,8 @@ def agreement(
     answers: Sequence[Sequence[int]],
     report: Report,
 ) -> Agreement:
-    """How many tokens the torch model would have chosen too, each after the bundle's own answer so far.
-
-    ``app``: name of the bundle's app; ``model``: its base and adapter, see ``reference_folder``.
-    """
+    """How many tokens the torch model would have chosen too, each after the bundle's own answer so far. ``app``: of the
+    bundle; ``model``: its base and adapter, see ``reference_folder``."""
     rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, model)
     tokens = agreeing = near_ties = 0
     worst = 0.0
@@ -110,10 +107,8 @@ def agreement(
 
 
 def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, int, float]:
-    """How many ids ``chosen [n]`` are first in ``logits [n, V]``, how many near-ties, and the largest margin.
-
-    A near-tie is the second choice: where many logits are close, a wrong bundle would be excused by their distance.
-    """
+    """How many ids ``chosen [n]`` are first in ``logits [n, V]``, how many near-ties, and the largest margin. A
+    near-tie is the second choice: where many logits are close, distance alone would excuse a wrong bundle."""
     best, first = logits.max(dim=-1)
     own = logits.gather(1, chosen[:, None])
     margins = best - own[:, 0]

@@ -1,12 +1,10 @@
-"""The one comparison of answers, and the rule that tells a near-tie from a fault.
+"""The one comparison of answers, and the rule that tells a near-tie from a fault: of the decoding modes of a bundle and
+of two bundles (``bench.modes``), and of sampled answers (``bench.sampled``).
 
-It compares plain decoding with the other modes of a bundle and with another bundle (``bench.modes``), and sampled
-answers of all modes (``bench.sampled``).
-
-Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference
-counts as a near-tie if, at the first differing token, the logits of both tokens are at most twice as far apart as the
-largest change of any logit on rows of the same text that chose the same token, and that change is below the ceiling of
-the precision. Anything else is a fault.
+Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference is
+a near-tie if the logits of both tokens, at the first differing place, are at most twice as far apart as the largest
+change of any logit on rows of the same text that chose the same token, and if that change is below the ceiling of the
+precision. Anything else is a fault.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ Case = TypeVar("Case")
 
 @dataclass
 class Answer:
-    """The tokens of an answer. ``show`` gives the logits ``[n, vocab]`` from which the expected tokens were, or would
-    be, chosen; None if nothing shows them. ``logprobs``: of sampled tokens."""
+    """The tokens of an answer. ``show``: the logits ``[n, vocab]`` that the expected tokens were, or would be, chosen
+    from; None if nothing shows them. ``logprobs``: of sampled tokens."""
 
     tokens: list[int]
     show: Callable[[], Rows | None] = lambda: None
@@ -60,9 +58,7 @@ class Answer:
 @dataclass(frozen=True)
 class Asked:
     """What every mode answers: ``prompts`` of token ids, each with at most ``max_tokens`` until one of ``stop_ids``.
-
-    ``precision``: of the bundle that answers.
-    """
+    ``precision``: of the bundle that answers."""
 
     prompts: Sequence[Sequence[int]]
     stop_ids: Sequence[int]
@@ -77,10 +73,8 @@ Answerer = Callable[[Case, Sequence[int]], Answer]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer first differs from the expected one.
-
-    ``margin``: distance of the logits of both tokens; None if not measured.
-    """
+    """Where an answer first differs from the expected one. ``margin``: distance of both tokens' logits; None if not
+    measured."""
 
     arm: str
     prompt: int
@@ -92,11 +86,11 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Answers compared with those of a reference, and the rule that excuses near-ties.
+    """Answers compared with a reference's, and the rule that excuses near-ties.
 
-    ``precision``: of the bundle, or the coarser one of two. ``largest_change``: of any logit; None if logits were not
-    available. ``modes``: what is compared. ``between``: in words. ``nodes_ended``: of ``nodes`` in the tree, those at
-    which an accepted run ended. ``answers``: tokens of the reference, by prompt.
+    ``precision``: of the bundle, or the coarser of two. ``largest_change``: of any logit; None without logits.
+    ``modes``: what is compared; ``between``: in words. ``nodes_ended``: of the tree's ``nodes``, those at which an
+    accepted run ended. ``answers``: the reference's tokens by prompt.
     """
 
     precision: Precision
@@ -152,10 +146,8 @@ class Comparison:
         }
 
     def faults(self) -> list[str]:
-        """What breaks the promise of equal answers: what is not excused, and too many differing prompts.
-
-        None may differ in fp32, otherwise 0.5 % of the prompts of a mode but at least one.
-        """
+        """What breaks the promise of equal answers: differences that nothing excuses, and too many differing prompts.
+        None may differ in fp32, otherwise 0.5 % of a mode's prompts but at least one."""
         allowed = 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
         counts = {mode: sum(d.arm == mode for d in self.differences) for mode in self.modes}
         return self.unexcused() + [

@@ -79,10 +79,8 @@ class Load:
 
 
 class LoadWatch:
-    """Measures the load by other processes from now until ``load`` is called.
-
-    ``workers``: ids of processes that belong to the measurement and run until then.
-    """
+    """Measures the load by other processes from now until ``load`` is called. ``workers``: ids of processes that belong
+    to the measurement and run until then."""
 
     def __init__(self, workers: Sequence[int] = ()) -> None:
         with needs_extra("bench"):

@@ -22,9 +22,7 @@ def measure_memory(
     bundle: Path, app: str | None, options: EngineOptions, mode: str, prompt: Sequence[int], max_tokens: int
 ) -> dict[str, float]:
     """The memory, in MB (10⁶ bytes), of a fresh process that opens a bundle and answers a prompt twice.
-
-    ``resident_mb``: after the answers; ``peak_rss_mb``: at its most, mostly while it opens. Raises SSDeviceError.
-    """
+    ``resident_mb``: after the answers; ``peak_rss_mb``: at its most, mostly while it opens. Raises SSDeviceError."""
     asked = [str(bundle), app, mode, asdict(options), list(prompt), max_tokens]
     root = str(Path(ssdevice.__file__).resolve().parents[1])
     command = [sys.executable, "-P", "-c", START, root]

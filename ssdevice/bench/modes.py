@@ -1,8 +1,8 @@
-"""Plain decoding of a bundle compared with its other modes, and with plain decoding of another bundle.
+"""Compares plain decoding of a bundle with its other modes, and with plain decoding of another bundle.
 
-Among the modes is speculative decoding with *forced* drafts. A bundle with an untrained or badly matched app accepts
-few of its own drafts, so forced drafts put the plain answer on one tree path after another, with wrong ids everywhere
-else. Every node then becomes the end of an accepted run.
+One of the modes has *forced* drafts: they put the plain answer on one tree path after another, with wrong ids
+everywhere else, until every node was the end of an accepted run. An untrained or badly matched app accepts too few of
+its own drafts for that.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ShowsLogits(Protocol):
 
 @dataclass(frozen=True)
 class Greedy:
-    """An ``Answerer`` whose prompts are token ids: greedy answers in one decoding mode.
+    """An ``Answerer`` for prompts of token ids: greedy answers in one decoding mode.
 
-    ``shown``: an engine of the same bundle that shows logits, if there is one. ``ended``: makes the drafts forced, and
+    ``shown``: an engine of the same bundle that shows logits, if there is one. ``ended``: makes the drafts forced and
     collects the nodes at which runs ended.
     """
 
@@ -56,10 +56,8 @@ class Greedy:
 
 
 def shown_rows(shown: Engine | None, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Rows | None:
-    """Logits ``[len(truth), vocab]`` of a mode that is kept on ``truth`` after ``ids``; None without an engine.
-
-    The last prompt token is decoded, because prefill shows no logits.
-    """
+    """Logits ``[len(truth), vocab]`` of a mode kept on ``truth`` after ``ids``; None without an engine. The last prompt
+    token is decoded, because prefill shows no logits."""
     return led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance) if shown is not None else None
 
 
@@ -86,11 +84,9 @@ class Agreement(Comparison):
 def against_bundle(
     mine: Engine | None, other: Engine, other_shown: Engine | None, asked: Asked, answers: Sequence[list[int]]
 ) -> Agreement:
-    """Decode prompts with ``other`` and compare with ``answers``, as far as its context holds them.
-
-    ``mine`` and ``other_shown`` show logits. ``asked``: with the coarser precision of both. Raises
-    ContextOverflowError for a prompt that is longer than the context.
-    """
+    """Decode prompts with ``other`` and compare with ``answers``, as far as its context holds them. ``mine`` and
+    ``other_shown`` show logits; ``asked`` has the coarser precision of both. Raises ContextOverflowError for a prompt
+    that is longer than the context."""
     base, room = plain_of(other), other.geometry.context + 1
     decode = Greedy(other.new_conversation(), other_shown, asked, base)
 
@@ -125,9 +121,7 @@ def answer(
 
 def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
     """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong ids elsewhere.
-
-    ``ended`` collects the nodes at which runs ended.
-    """
+    ``ended`` collects the nodes at which runs ended."""
     turn = 0
 
     def advance(conversation: Conversation, last: int) -> Sequence[int]:
@@ -150,10 +144,8 @@ def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance
 
 
 def lead(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Iterator[int]:
-    """Keep a mode on ``truth`` after ``ids``, whatever it chooses: how many tokens of ``truth`` each call stood for.
-
-    The first is 0, for the prefill. A token counts if all before it are truth: the first of a call always.
-    """
+    """Keep a mode on ``truth`` after ``ids``, whatever it chooses, and yield how many tokens of it each call stood for:
+    0 for the prefill, then the first and those after it as long as the mode chose them itself."""
     conversation.length = 0
     if ids:
         prefill(conversation, ids)
@@ -168,10 +160,8 @@ def lead(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], a
 
 
 def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Rows:
-    """Logits ``[len(truth) - 1, vocab]`` of a mode that is kept on ``truth`` after ``ids``, whatever it chooses.
-
-    Raises BundleError for logits that are not finite.
-    """
+    """Logits ``[len(truth) - 1, vocab]`` of a mode kept on ``truth`` after ``ids``. Raises BundleError for logits that
+    are not finite."""
     rows: list[Rows] = []
     for kept in lead(conversation, ids, truth, advance):
         logits = cast(ShowsLogits, conversation).logits[:kept]

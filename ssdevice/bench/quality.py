@@ -32,11 +32,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 def normalize_query(text: str) -> str:
-    """A query in the form that ``exact_match_normalized`` compares.
-
-    Outside quotes: lower case, one space between words, none around signs, no semicolon at the end. Quoted text is
-    kept; 'single' and "double" quotes are the same.
-    """
+    """A query as ``exact_match_normalized`` compares it. Outside quotes: lower case, one space between words, none
+    around signs, no final semicolon. Quoted text is kept; single and double quotes are the same."""
     quoted: list[str] = []
 
     def lift(found: re.Match[str]) -> str:
@@ -68,10 +65,8 @@ def exact_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scor
 
 
 def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """1 for an answer whose number after ``####`` equals that of a target, as numbers (1,000 = 1000.0).
-
-    Raises InputError if no target of an example has such a number.
-    """
+    """1 for an answer whose number after ``####`` equals that of a target, as numbers (1,000 = 1000.0). Raises
+    InputError if no target of an example has such a number."""
     scores = []
     for i, (prediction, example) in enumerate(zip(predictions, examples, strict=True)):
         accepted = {answer for target in example.targets if (answer := final_answer(target)) is not None}
@@ -84,8 +79,8 @@ def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) 
 def rouge(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
     """F-measure of ROUGE-1 and ROUGE-Lsum by the rouge-score library with its stemmer, for English text.
 
-    With several targets, the best one counts, separately for each measure. Sentences, which ROUGE-Lsum matches one by
-    one, end at ``.``, ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score.
+    Of several targets the best counts, for each measure. Sentences, which ROUGE-Lsum matches one by one, end at ``.``,
+    ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score.
     """
     with needs_extra("bench"):
         from rouge_score.rouge_scorer import RougeScorer
@@ -105,7 +100,7 @@ METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "final_answer": fin
 
 
 def choose_metric(examples: Sequence[Example], wanted: str | None = None) -> str | None:
-    """The metric ``wanted``, or the one that suits the data; None if there is nothing to compare an answer with.
+    """The metric ``wanted``, or the one that suits the data; None without anything to compare answers with.
 
     ``final_answer`` if every example is a worked solution, ``rouge`` if any has references, else ``exact_match``.
     Summaries whose only target is their completion look like queries: name ``rouge`` for them.
@@ -125,10 +120,8 @@ def check_metric(examples: Sequence[Example], wanted: str | None) -> None:
 
 
 def score(metric: str, predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """Column -> one value per example, in order.
-
-    ``metric``: one of METRICS. Raises InputError for an example without a target.
-    """
+    """Column -> one value per example, in order. ``metric``: one of METRICS. Raises InputError for an example without a
+    target."""
     for i, example in enumerate(examples):
         if not example.targets:
             raise InputError(f"example {i + 1} has neither a completion nor references to compare with")

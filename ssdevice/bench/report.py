@@ -24,10 +24,7 @@ Json = dict[str, Any]
 
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
-    """Scores by mode with 95 % intervals; empty if an example has no target.
-
-    ``metric``: one of ``ssdevice.bench.quality``; None chooses one for the data.
-    """
+    """Scores by mode with 95 % intervals; empty if an example has no target. ``metric``: see ``choose_metric``."""
     metric = choose_metric(result.examples, metric)
     if metric is None:
         return {}
@@ -236,10 +233,8 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
-    """Write ``index.html`` and ``report.json`` into a folder, which is made. ``command``: the words that measured it.
-
-    ``report``: from ``bench.report.as_json``, or from ``peers.compare.as_json``.
-    """
+    """Write ``index.html`` and ``report.json`` into a folder, which is made. ``command``: the words that measured it;
+    ``report``: of ``as_json`` here or in ``peers.compare``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / DATA, report)
     write_text(folder / PAGE, page(report, command))

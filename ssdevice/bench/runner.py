@@ -34,8 +34,8 @@ def fitting(
 ) -> tuple[list[Example], list[list[int]]]:
     """The examples whose prompts, after an app's ``instruction``, have at most ``most`` tokens, and the ids of each.
 
-    ``skip_long``: leave out the others; None if a user cannot ask for that. ``file``: where the examples are from.
-    Raises InputError, ContextOverflowError for one that does not fit; they name the prompt.
+    ``skip_long``: leave out the others; None if the user has no such option. ``file``: where the examples are from.
+    Raises InputError, or ContextOverflowError for a prompt that does not fit; both name the prompt.
     """
     kept, prompts = [], []
     for number, example in enumerate(examples, 1):
@@ -61,8 +61,8 @@ def fitting(
 class Acceptance:
     """Counts over steps. A draft is judged by the answer itself, whether or not its step got that far.
 
-    ``held``: (stream, rank) -> how often that candidate was the true token; streams count from 1. ``judged``: stream ->
-    how often the answer was long enough to tell. ``emitted``: tokens of a step, after truncation -> number of steps.
+    ``held``: (stream from 1, rank) -> how often that candidate was the true token. ``judged``: stream -> how often the
+    answer was long enough to tell. ``emitted``: tokens of a step, after truncation -> number of steps.
     """
 
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -98,9 +98,7 @@ class Acceptance:
 @dataclass(frozen=True)
 class BenchOptions(Ruled):
     """``rounds``: how often each prompt runs in each mode. ``skip_long``: leave out prompts beyond the context.
-
-    ``sampling``: how tokens are chosen; None: greedily.
-    """
+    ``sampling``: how tokens are chosen; None: greedily."""
 
     rounds: int = field(default=3, metadata=POSITIVE)
     max_tokens: int = field(default=128, metadata=POSITIVE)
@@ -135,10 +133,8 @@ class Measured:
         ]
 
     def over(self, other: Measured) -> Interval | None:
-        """Time of ``other`` over time of this by emitted token; None if no prompt took a step in both.
-
-        Answers may differ, so tokens are compared and not answers, prompt by prompt.
-        """
+        """Time of ``other`` over time of this by emitted token, prompt by prompt, since answers may differ; None if no
+        prompt took a step in both."""
         pairs = [
             (theirs.decode_seconds / sum(theirs.accepted), mine.decode_seconds / sum(mine.accepted))
             for answers in zip(self.rounds, other.rounds, strict=True)
@@ -225,10 +221,8 @@ class BenchResult:
 
     @property
     def speedup(self) -> Interval | None:
-        """Decoding time of the faster plain mode over that of the speculative mode, with an interval over prompts.
-
-        Where their answers differ, it is the time by token.
-        """
+        """Decoding time of the faster plain mode over that of the speculative mode, with an interval over prompts; by
+        token where their answers differ."""
         if SPECULATIVE not in self.modes or self.baseline is None:
             return None
         if self.modes[SPECULATIVE].differing(self.baseline):
@@ -238,11 +232,8 @@ class BenchResult:
 
 
 def available_modes(functions: Collection[str], streams: bool) -> list[str]:
-    """The modes of an app with these functions, a plain one first.
-
-    ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts. Without ``streams`` all drafts
-    repeat the text, as those of the adaptive mode may.
-    """
+    """The modes of an app with these functions, a plain one first. ``plain`` uses the T = 1 graph, ``plain_step`` the
+    step graph without its drafts. Without ``streams`` all drafts repeat the text, as those of the adaptive mode may."""
     names = ["plain"] if PLAIN in functions else []
     if STEP not in functions:
         return names
@@ -252,8 +243,8 @@ def available_modes(functions: Collection[str], streams: bool) -> list[str]:
 def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
     """Run every prompt in every mode, ``options.rounds`` times.
 
-    Modes alternate prompt by prompt and take turns to go first, so that a drift of the machine affects all of them
-    alike. Raises ContextOverflowError for a prompt that does not fit, unless ``skip_long``.
+    Modes alternate prompt by prompt and take turns to go first, so that a drift of the machine affects all alike.
+    Raises ContextOverflowError for a prompt that does not fit, unless ``skip_long``.
     """
     context = session.engine.geometry.context
     kept, prompts = fitting(examples, session.tokenizer, session.instruction, context, options.skip_long)
@@ -272,10 +263,8 @@ def measure(session: Session, examples: Sequence[Example], options: BenchOptions
 
 
 def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterator[tuple[int, int, int]]:
-    """The order of a measurement: (round, prompt, lane), all from 0.
-
-    Every lane runs a prompt before the next prompt begins, and another lane goes first each time.
-    """
+    """The order of a measurement: (round, prompt, lane), all from 0. Every lane runs a prompt before the next one
+    begins, and another lane goes first each time."""
     for number in range(rounds):
         for at in range(prompts):
             turn = (number + at) % lanes

@@ -1,8 +1,8 @@
 """Whether sampled answers are the same in all decoding modes: their tokens, and the bits of their log-probabilities.
 
-A choice is a pure function of a row of logits, the text before it and a seed. So modes differ only where their rows do.
-A difference counts as a near-tie if the two rows there differ, and by at most twice the largest change of any logit on
-rows before the differences, which is below the ceiling of the precision.
+A choice is a pure function of a row of logits, the text before it and a seed, so modes differ only where their rows do.
+A difference is a near-tie if the two rows there differ, by at most twice the largest change of any logit on rows before
+the differences, and if that change is below the ceiling of the precision.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ SampledCase = tuple[Sequence[int], Sampling, int]
 
 @dataclass
 class Sampled(Comparison):
-    """The result of ``compare_sampled``, whose prompts are answers.
-
-    ``other_bits``: mode -> how many log-probabilities of equal tokens have other bits than in plain decoding.
-    ``exact``: none may have.
-    """
+    """The result of ``compare_sampled``, whose prompts are answers. ``other_bits``: mode -> log-probabilities of equal
+    tokens with other bits than in plain decoding; ``exact``: there may be none."""
 
     other_bits: dict[str, int] = field(default_factory=dict)
     exact: bool = False

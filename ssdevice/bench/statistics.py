@@ -1,7 +1,7 @@
 """Uncertainty of a measurement: paired bootstrap intervals, and the spread of repeated rounds.
 
-Bootstrap intervals are percentile intervals. Examples are drawn with replacement, both values of an example together,
-and (1 - CONFIDENCE) / 2 of the resampled values are cut off at each end. The same values give the same interval.
+Intervals are percentiles over examples drawn with replacement, both values of an example together. The same values give
+the same interval.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the bounds of its interval at CONFIDENCE.
-
-    The bounds are None with fewer than two examples, which cannot be resampled.
-    """
+    """An estimate and the bounds of its interval at CONFIDENCE; None with fewer than two examples."""
 
     estimate: float
     low: float | None
@@ -62,8 +59,8 @@ def mean_interval(values: ArrayLike) -> Interval:
 def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
     """Time of the baseline over time of the other, each summed over paired examples or rounds ``[n]``.
 
-    It is a ratio of sums, so answers weigh by their time; 2 means half the time. Raises InputError unless both have
-    the same number (1 or more) of times above 0.
+    As a ratio of sums it weighs answers by their time; 2 means half the time. Raises InputError unless both have the
+    same number (1 or more) of times above 0.
     """
     a, b = _values(baseline_seconds, "the first sample"), _values(seconds, "the second sample")
     if len(a) != len(b):

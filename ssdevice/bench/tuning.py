@@ -39,8 +39,8 @@ class CostTable(Ruled):
     """Costs on one device with one setting.
 
     ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0 for the engine's
-    default. ``plain_ms``: a plain step, None if the bundles have none.
-    Raises ConfigError for a time that is not above 0, or a size that appears twice in a schedule.
+    default. ``plain_ms``: a plain step, None if the bundles have none. Raises ConfigError for a size that appears twice
+    in a schedule.
     """
 
     device: str
@@ -83,10 +83,8 @@ class CostTable(Ruled):
 
 
 def check_same(what: str, reference: str, *facts: tuple[str, object, object]) -> None:
-    """Raise InputError for the first of ``facts`` in which ``what`` differs from ``reference``.
-
-    ``facts``: a name, and its value in each of the two.
-    """
+    """Raise InputError for the first of ``facts`` (a name, and its two values) in which ``what`` differs from
+    ``reference``."""
     for name, mine, expected in facts:
         if mine != expected:
             raise InputError(f"{what}: its {name} is {mine}, that of {reference} is {expected}")
@@ -111,8 +109,8 @@ def observe(
 ) -> list[list[list[int]]]:
     """For each prompt and token of its answer: the ranks of the next tokens among the candidates of streams 1, 2, ...
 
-    Each answer is decoded twice: plainly, then with drafts that are always wrong, so that every step ends at its root
-    and drafts for it.
+    Each answer is decoded plainly, then with drafts that are always wrong, so that every step ends at its root and
+    drafts for it.
     """
     conversation, base = engine.new_conversation(), plain_of(engine)
     return [
@@ -144,9 +142,9 @@ def measure_costs(
 ) -> CostTable:
     """The mean time of each bundle's step while it answers prompts, as ``bench`` counts it, and that of a plain step.
 
-    The bundles take turns, prompt by prompt: a drift of the machine affects all of them alike. For equal sizes and
-    schedules, the least counts. The table describes this device and the first bundle. Raises InputError if no answer
-    has a second token.
+    The bundles take turns, prompt by prompt, so that a drift of the machine affects all alike; the least counts for
+    equal sizes and schedules. The table describes this device and the first bundle. Raises InputError if no answer has
+    a second token.
     """
     session, first = sessions[0], sessions[0].bundle.manifest
     counted = BenchOptions(max_tokens=max_tokens)
@@ -186,8 +184,8 @@ def measure_costs(
 def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost]) -> list[Choice]:
     """The best tree of each measured size in the cheaper schedule, fastest first.
 
-    Only measured sizes are chosen: kernels work on tiles of rows, so a step of one row more may cost much more. Sizes
-    that no observed draft fills are absent. Raises InputError if none remains.
+    Kernels work on tiles of rows, so a step of one row more may cost much more: only measured sizes are chosen, and of
+    these only what observed drafts fill. Raises InputError if none remains.
     """
     paths = count_paths(ranks)
     cheapest: dict[int, StepCost] = {}

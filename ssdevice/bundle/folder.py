@@ -1,7 +1,7 @@
 """Bundles: folders that are checked before anything in them is used, and written whole or not at all.
 
-A bundle is a manifest and the files it lists. The reader assumes that the folder came from someone hostile. It does
-not guard against changes while the bundle is in use, so keep a bundle where only its user can write.
+A bundle is a manifest and the files it lists. The reader assumes that someone hostile made the folder. It does not
+guard against changes while the bundle is in use, so keep it where only its user can write.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class Bundle:
     def open(cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None) -> Bundle:
         """The bundle in a folder, after checking its manifest, names, sizes and hashes.
 
-        ``verify=False`` skips only the hashes, for a restart on files that were checked before: hashing took 20 ms
-        per 10 MB on a core with SHA instructions and 60 ms without. ``require_signature``: an ed25519 public key (PEM
-        file) that must have signed the manifest; it implies ``verify``. Raises BundleError, which names the file and
-        the field.
+        ``verify=False`` skips only the hashes, for a restart on files that were checked before: hashing took 20 ms per
+        10 MB on a core with SHA instructions and 60 ms without. ``require_signature``: an ed25519 public key (PEM file)
+        that must have signed the manifest; implies ``verify``. Raises BundleError, which names the file and the field.
         """
         folder = arguments.path("a bundle", path)
         if folder.is_file():
@@ -172,10 +171,8 @@ class BundleWriter:
             shutil.copyfile(content, path)
 
     def add_bundle(self, bundle: Bundle, *, without: frozenset[str] = frozenset()) -> None:
-        """Put the files of another bundle into this one, with their roles, but for the paths in ``without``.
-
-        Raises InputError if its manifest has changed since it was opened: another process may have rewritten it.
-        """
+        """Put the files of another bundle, but for the paths in ``without``, into this one, with their roles. Raises
+        InputError if its manifest has changed since it was opened: another process may have rewritten it."""
         if parse_manifest(manifest_bytes(bundle.folder), MANIFEST_FILE) != bundle.manifest:
             raise InputError(f"{bundle.folder} was changed by another process meanwhile; try again")
         for name in bundle.manifest.files:
@@ -186,10 +183,8 @@ class BundleWriter:
                 self.declare(name, role)
 
     def commit(self, manifest: Manifest) -> Bundle:
-        """List and hash what was written into ``manifest``, and make the bundle visible.
-
-        Raises ConfigError if roles or apps refer to a file that was not written.
-        """
+        """List and hash what was written into ``manifest``, and make the bundle visible. Raises ConfigError if roles or
+        apps refer to a file that was not written."""
         found = list_files(self.folder, MAX_FILES)
         files = {path: FileEntry(size, file_sha256(self.folder / path, size) or "") for path, size in found.items()}
         roles = dict(sorted(self._roles.items()))
@@ -205,10 +200,8 @@ class BundleWriter:
 
 
 def check_out(out: Path, overwrite: bool | None) -> None:
-    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten.
-
-    ``overwrite`` None: no option of the caller could allow it.
-    """
+    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten. ``overwrite``
+    None: the caller has no option that allows it."""
     if out.is_symlink():
         raise InputError(f"{out} is a symbolic link; give the folder itself")
     check_writable(out.parent if out.exists() else out)

@@ -1,7 +1,5 @@
-"""Checks of a bundle's files before any of them is trusted: bounds, names, strict JSON, sizes and hashes.
-
-Nothing here knows the fields of a manifest. Everything here assumes that it was written by someone hostile.
-"""
+"""Checks of a bundle's files before any of them is trusted: bounds, names, strict JSON, sizes and hashes. Nothing here
+knows the fields of a manifest; everything here assumes that someone hostile wrote it."""
 
 from __future__ import annotations
 
@@ -70,10 +68,8 @@ def parse_strict(data: bytes, where: str) -> dict[str, Any]:
 
 
 def list_files(folder: Path, limit: int) -> dict[str, int]:
-    """Path -> size of every file below a folder. Raises BundleError for anything but plain files and folders.
-
-    Links are refused wherever they lead: everything in a bundle is in its folder.
-    """
+    """Path -> size of every file below a folder. Raises BundleError for anything but plain files and folders: links are
+    refused wherever they lead, because everything in a bundle is in its folder."""
     found: dict[str, int] = {}
     waiting, seen = [""], 0
     while waiting:

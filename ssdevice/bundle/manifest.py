@@ -1,7 +1,7 @@
-"""The manifest of a bundle as strict dataclasses, with a bound on every value.
+"""The manifest of a bundle as strict dataclasses.
 
-``manifest.json`` is the one file that is read before anything is verified. So every number, text and list in it has a
-bound, written as field metadata in the terms of JSON Schema. The checks here and the published schema share them.
+``manifest.json`` is read before anything is verified, so every number, text and list in it has a bound: field metadata
+in the terms of JSON Schema, which the checks here and the published schema share.
 """
 
 from __future__ import annotations
@@ -93,10 +93,9 @@ class ModelIdentity(Ruled):
 class App(Ruled):
     """An app of the bundle.
 
-    ``mode``, ``msa_layers``: of its streams, None and 0 without streams. ``instruction``: text before every user
-    message. ``rank``: of its LoRA, 0 without. ``folder``: the app's folder in the bundle. ``files``: what an engine
-    loads for it. ``functions``: contract name -> the app's name of each function it has, where the target has functions
-    per app.
+    ``mode``, ``msa_layers``: of its streams, None and 0 without. ``instruction``: text before every user message.
+    ``rank``: of its LoRA, 0 without. ``folder``: its folder in the bundle. ``files``: what an engine loads for it.
+    ``functions``: contract name -> the app's name, where the target has functions per app.
     """
 
     name: str = field(metadata=NAME)
@@ -136,16 +135,15 @@ class FileEntry(Ruled):
 
 @dataclass(frozen=True)
 class Manifest(Ruled):
-    """The contents of ``manifest.json``.
+    """The contents of ``manifest.json``. Raises ConfigError for values that contradict each other.
 
     ``tools``: package -> version. ``mode``, ``msa_layers``: of the first app with streams; apps that are not merged may
-    differ. ``functions``: the contract's functions that the bundle has. ``calibrated_rows``: how many rows of the apps'
-    data were used to round weights; 0: rounded to nearest. ``sampling``: what the model's ``generation_config.json``
-    asks of hosts that choose tokens; None: nothing. ``notes``: how the bundle differs from the request, one sentence
-    each. ``parity``: the largest differences from the reference that the export measured. ``roles``: role -> the file
-    or folder with it. ``files``: path -> size and hash of all files except the manifest and its signature. Paths are
-    relative and use slashes. ``BundleWriter.commit`` fills ``files`` and ``roles``. Raises ConfigError for values that
-    contradict each other.
+    differ. ``functions``: those of the contract that the bundle has. ``calibrated_rows``: rows of the apps' data used
+    to round weights; 0: rounded to nearest. ``sampling``: what the model's ``generation_config.json`` asks of hosts
+    that choose tokens. ``notes``: how the bundle differs from the request, one sentence each. ``parity``: the largest
+    differences from the reference, measured by the export. ``roles``: role -> its file or folder. ``files``: path ->
+    size and hash of all files but the manifest and its signature. ``BundleWriter.commit`` fills ``files`` and
+    ``roles``.
     """
 
     tools: dict[str, str] = field(
@@ -281,10 +279,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in these bytes, after every check that needs no other file. ``where`` names it in messages.
-
-    Raises BundleError with one line that names the field.
-    """
+    """The manifest in these bytes, after every check that needs no other file. ``where`` names it in messages. Raises
+    BundleError with one line that names the field."""
     raw = parse_strict(data, where)
     version = raw.get("schema_version")
     if type(version) is int and version > SCHEMA_VERSION:

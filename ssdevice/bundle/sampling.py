@@ -15,10 +15,8 @@ TOKENS: Rule = {"maxItems": 1 << 16, "items": TOKEN}
 
 @dataclass(frozen=True)
 class ModelSampling(Ruled):
-    """The settings of a model, with the names of ``ssdevice.runtime.sampling.options.Sampling``; None: not named.
-
-    ``do_sample``: whether ``generate`` of transformers samples with them. ``min_length``: of prompt and answer.
-    """
+    """The settings of a model by the names of ``ssdevice.runtime.sampling.options.Sampling``; None: not named.
+    ``do_sample``: whether ``generate`` of transformers samples with them. ``min_length``: of prompt and answer."""
 
     do_sample: bool = False
     temperature: float | None = field(default=None, metadata=FACTOR)

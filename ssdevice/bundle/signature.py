@@ -1,7 +1,5 @@
 """Signatures of bundles: ed25519 over the bytes of the manifest, which contains the hash of every other file.
-
-``manifest.json.sig`` is the signature in base64. ``openssl pkeyutl -verify -rawin`` checks the same bytes.
-"""
+``manifest.json.sig`` is the signature in base64; ``openssl pkeyutl -verify -rawin`` checks the same bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +19,8 @@ EXTRA = "sign"
 
 
 def verify_signature(manifest_bytes: bytes, signature: bytes, key: Path) -> None:
-    """Raise BundleError unless ``signature`` (base64) of the manifest was made with the private half of ``key``.
-
-    ``key``: a PEM file with an ed25519 public key; anything else raises InputError. Raises MissingExtraError without
-    cryptography.
-    """
+    """Raise BundleError unless ``signature`` (base64) of the manifest was made with the private half of ``key``, a PEM
+    file with an ed25519 public key. Raises InputError for another key, MissingExtraError without cryptography."""
     public = _load_key(key, private=False)
     from cryptography.exceptions import InvalidSignature
 
@@ -38,10 +33,8 @@ def verify_signature(manifest_bytes: bytes, signature: bytes, key: Path) -> None
 
 
 def sign_bundle(folder: Path, private_key: Path) -> Path:
-    """Write ``manifest.json.sig`` with an ed25519 private key (unencrypted PEM) and return its path.
-
-    Raises InputError for a key that cannot be used, MissingExtraError without cryptography.
-    """
+    """Write ``manifest.json.sig`` with an ed25519 private key (unencrypted PEM) and return its path. Raises InputError
+    for a key that cannot be used, MissingExtraError without cryptography."""
     private = _load_key(private_key, private=True)
     data = manifest_bytes(folder)
     out = folder / SIGNATURE_FILE

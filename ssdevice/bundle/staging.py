@@ -1,8 +1,8 @@
-"""Writing files and folders that appear whole or not at all, whatever interrupts the writer.
+"""Files and folders that appear whole or not at all, whatever interrupts the writer.
 
 A writer works beside the destination, in ``.NAME.ssdevice-PID-RANDOM.tmp``, under a lock that ends with the process,
-and renames once at the end. What a killed process left behind is recognised by its name and its free lock, and is
-removed by the next writer of the same destination.
+and renames once at the end. The next writer of the same destination removes what a killed one left, which it recognises
+by its name and its free lock.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
 def check_writable(out: Path, option: str = "") -> None:
     """Raise InputError, before any work, if a file or a new folder cannot be written at this path.
 
-    It is tried, because permissions do not tell of file systems that are mounted read-only. Folders that ``out`` needs
-    are not made yet: the nearest one that exists is tried.
+    It is tried, because permissions do not tell of read-only file systems: in the nearest folder that exists, as none
+    is made yet.
     """
     where = f"{option} {out}".strip()
     try:
@@ -63,11 +63,8 @@ def write_json(out: Path, value: Any) -> None:
 
 
 class Stage:
-    """An unfinished folder or file beside ``out``: write to ``path``; ``publish`` renames it to ``out``.
-
-    ``close`` removes what was not published. Raises InputError if the parent of ``out`` is not writable, or if another
-    process is writing ``out``.
-    """
+    """An unfinished folder or file beside ``out``: write to ``path``; ``publish`` renames it, ``close`` removes what
+    was not published. Raises InputError if the parent is not writable, or if another process is writing ``out``."""
 
     def __init__(self, out: Path, *, folder: bool) -> None:
         self.out = Path(os.path.abspath(out))
@@ -79,10 +76,10 @@ class Stage:
             raise InputError(f"{self.out.parent}: cannot write here ({error.strerror})") from error
 
     def publish(self, *, replace: bool) -> None:
-        """Rename the work to ``out``; with ``replace`` instead of what is there.
+        """Rename the work to ``out``, with ``replace`` instead of what is there.
 
-        A folder is replaced by two renames; a crash between them leaves the old one under a temporary name, from which
-        the next writer restores it. Raises InputError if ``out`` exists and ``replace`` is False.
+        A folder is replaced by two renames; after a crash between them the next writer restores the old one. Raises
+        InputError if ``out`` exists and ``replace`` is False.
         """
         sync_tree(self.path)
         if not replace and os.path.lexists(self.out):
@@ -117,10 +114,8 @@ class Stage:
 
 @contextlib.contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line.
-
-    Other errors of the system get the name of ``out`` if they have none, as those of writing to an open file.
-    """
+    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line; other system errors
+    without a file name get ``out``."""
     try:
         yield
     except Exception as error:
@@ -186,10 +181,8 @@ def _create(out: Path, folder: bool) -> tuple[Path, int]:
 
 
 def lock_path(path: Path, *, wait: bool = True) -> int:
-    """A handle that locks a file or folder until it is closed or the process ends.
-
-    Raises BlockingIOError if another process holds it and ``wait`` is False. Systems without locks lock nothing.
-    """
+    """A handle that locks a file or folder until it is closed or the process ends; without effect on systems without
+    locks. Raises BlockingIOError if another process has the lock and ``wait`` is False."""
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
     handle = os.open(path, os.O_RDONLY)

@@ -141,10 +141,8 @@ def _report(args: argparse.Namespace, session: Session, result: BenchResult, opt
 
 
 def profile(session: Session, examples: Sequence[Example], max_tokens: int) -> dict[str, Any]:
-    """Decode a few prompts in every mode: the host's share of a step, and the time by operator.
-
-    Profiling slows calls down, so trust the shares rather than the times.
-    """
+    """Decode a few prompts in every mode: the host's share of a step, and the time by operator. Profiling slows calls
+    down, so trust the shares rather than the times."""
     result = measure(session, examples, BenchOptions(rounds=1, max_tokens=max_tokens), lambda *_: None)
     found: dict[str, Any] = {
         "modes": [

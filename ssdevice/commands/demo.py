@@ -87,7 +87,7 @@ def _shipped(args: argparse.Namespace) -> Cast:
 
 
 def _smollm2(args: argparse.Namespace) -> Cast:
-    """The adapter for any question, or that of another task: what is there is found before anything is fetched."""
+    """The chat adapter, or that of another task. What must be there is checked before anything is converted."""
     shipped = args.models / "adapters" / NAME
     adapter = args.adapter or next((shipped / name for name in TASKS if (shipped / name).is_dir()), None)
     if adapter is None:
@@ -110,10 +110,8 @@ def cached() -> Path:
 
 
 def make_smollm2(folder: Path) -> None:
-    """Write the model to ``folder`` unless it is there: the package's weights in float16.
-
-    Raises InputError naming the command that installs the package, if it is missing or another version.
-    """
+    """Write the package's weights to ``folder`` in float16, unless it exists. Raises InputError with the command that
+    installs the package, if it is missing or another version."""
     if folder.is_dir():
         return
     gguf = _packaged()

@@ -51,7 +51,8 @@ def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
 
 
 def named_folder(text: str, option: str = "") -> tuple[str, Path]:
-    """The parts of ``NAME=DIR``; of ``DIR`` alone, the app it was trained for. Raises InputError, naming ``option``."""
+    """``NAME=DIR`` as a pair; a ``DIR`` alone names the app it was trained for. Raises InputError, which names
+    ``option``."""
     name, separator, folder = text.partition("=")
     if not separator and (Path(text) / SETTINGS).is_file():
         return read_settings(Path(text)).app, Path(text)
@@ -68,10 +69,8 @@ def add_threads(parser: argparse.ArgumentParser, what: str = "CPU threads") -> N
 
 
 def prepare_frameworks(threads: int = 0) -> None:
-    """Let torch use so many CPU threads (0: all cores), and turn off the progress bars of transformers.
-
-    They appear even if stderr is not a terminal.
-    """
+    """Limit torch to ``threads`` CPU threads (0: all cores) and turn off transformers' progress bars, which ignore
+    whether stderr is a terminal."""
     import torch
     from transformers.utils import logging
 
@@ -104,11 +103,8 @@ def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
 
 
 def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
-    """The session of ``add_bundle`` and ``add_engine``.
-
-    Says on stderr which settings of the model's ``generate`` the bundle does not apply, and whether its context is
-    longer than the model was made for.
-    """
+    """The session of ``add_bundle`` and ``add_engine``. Tells stderr which settings of the model's ``generate`` the
+    bundle does not apply, and whether its context is longer than the model was made for."""
     options = replace(engine_options(args, profile), verify_at=verify_at(args))
     bundle = open_bundle(args)
     for note in bundle.manifest.notes:
@@ -178,10 +174,8 @@ def check_new_file(path: Path | None, option: str) -> None:
 
 
 def refuse_ignored(args: argparse.Namespace, why: str, *options: str) -> None:
-    """Raise InputError for the first of these options that was given: it would have no effect, and ``why``.
-
-    Options were given if they are anything but None, False or empty, so their defaults must be one of these.
-    """
+    """Raise InputError for the first of these options that was given: it would have no effect, and ``why``. Given means
+    neither None, False nor empty, so their defaults must be one of these."""
     for option in options:
         if getattr(args, option.lstrip("-").replace("-", "_")) not in (None, False, [], ()):
             raise InputError(f"{option} has no effect: {why}")

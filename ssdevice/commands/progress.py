@@ -17,7 +17,7 @@ TICK_SECONDS = 1.0
 
 
 class Progress:
-    """Context manager whose ``report(stage, done, total, detail)`` says where work is, also while a stage is silent:
+    """Context manager whose ``report(stage, done, total, detail)`` shows where work is, also while a stage is silent:
     one call into a library can take a minute."""
 
     def __init__(self, quiet: bool) -> None:

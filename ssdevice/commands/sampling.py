@@ -79,10 +79,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampling | None:
-    """What was asked for; None for nothing, which is greedy decoding. Without a ``bundle`` it only checks the options.
-
-    Raises InputError for a value out of range, and for options that would have no effect.
-    """
+    """The sampling that was asked for; None for greedy decoding. Without a ``bundle`` it only checks the options.
+    Raises InputError for a value out of range, and for options that would have no effect."""
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given["logit_bias"] = dict(args.logit_bias)
     given["structure"] = _structure_of(args)

@@ -13,10 +13,8 @@ FILE_WIDTH = 160
 
 
 def show(found: dict[str, Any], as_json: bool) -> None:
-    """Print what a command found: one JSON object, or for readers the same values by the same names.
-
-    Lists and mappings of objects are tables below the other values, and what holds such comes last.
-    """
+    """Print what a command found, as one JSON object or as tables of the same values by the same names. Lists and
+    mappings of objects become tables below the other values; what contains such comes last."""
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
         return

@@ -111,10 +111,8 @@ def _check_options(args: argparse.Namespace) -> None:
 def _bundles(
     args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], folder: Path, report: Report
 ) -> list[Bundle]:
-    """The bundles to time; the first is the one whose drafts are observed. ``folder``: for trials.
-
-    Raises InputError for one without streams, and unless steps cost what those of the first with its tree would.
-    """
+    """The bundles to time; the first is the one whose drafts are observed. ``folder``: for trials. Raises InputError
+    for a bundle without streams, or one whose steps cost something else than the first one's would."""
     others = [opening.open_bundle(args, other) for other in args.cost_of]
     own = [opening.open_bundle(args)] if args.bundle is not None else _trials(args, table, examples, folder, report)
     first = own[0].manifest
@@ -138,10 +136,8 @@ def _bundles(
 def _trials(
     args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], folder: Path, report: Report
 ) -> list[Bundle]:
-    """Exports of a tree of each size in each schedule, the widest first; with a cost table, only that one.
-
-    Raises InputError before the first if the table or an example does not fit them.
-    """
+    """Exports of a tree of each size in each schedule, the widest first; only that one with a cost table. Raises
+    InputError, before the first export, if the table or an example does not fit them."""
     with needs_extra("export"):
         from ssdevice.export.stages import export_plan
     if args.adapter is None:

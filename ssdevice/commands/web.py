@@ -87,10 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def site(bundle: Bundle, runtime: Path | None = None) -> Site:
-    """The files of the page with a bundle. ``runtime``: a folder ``node_modules``.
-
-    Raises BundleError for a bundle that no browser runs, InputError if a file of the runtime is missing.
-    """
+    """The files of the page with a bundle. ``runtime``: a folder ``node_modules``. Raises BundleError for a bundle that
+    no browser runs, InputError if a file of the runtime is missing."""
     manifest = bundle.manifest
     runtime_target(manifest.target).check_browser(bundle)
     if manifest.chat.frames is None:

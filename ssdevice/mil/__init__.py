@@ -1,5 +1,3 @@
-"""Core ML programs without a Mac: read a saved ``.mlpackage``, check it, list its contents and run it in NumPy.
-
-``reader.Package`` opens and validates, ``program.Program`` executes, ``audit.audit`` describes. Nothing here
-imports torch: of coremltools only the protobuf classes are taken, and the weight file is read with NumPy.
-"""
+"""Core ML programs without a Mac: ``reader.Package`` opens and validates a saved ``.mlpackage``, ``program.Program``
+runs it in NumPy, ``audit.audit`` describes it. Nothing here imports torch; of coremltools only the protobuf classes are
+taken."""

@@ -1,7 +1,7 @@
 """What a package holds, without running it: operations, weights by format, states, and known problems.
 
-Warnings are about devices this machine does not have, and each names its source. A report may concern another chip or
-system than yours, so a warning says what to measure there; it is not a verdict.
+Warnings are about devices that this machine does not have. Each names its source, which may concern another chip or
+system than yours: it says what to measure there, and is no verdict.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from ssdevice.mil.plan import CONST
-from ssdevice.mil.reader import Package, constants
-from ssdevice.mil.schema import BlobRef, Function, Operation, TensorType, Value
+from ssdevice.mil.reader import Package
+from ssdevice.mil.schema import CONST, BlobRef, Function, Operation, TensorType, Value
 
 MAX_QUERY_ROWS = 16
 STATE_MULTIPLE = 32
@@ -43,10 +42,9 @@ def audit(package: Package) -> dict[str, Any]:
     """A package as plain values. Raises BundleError if a weight cannot be found.
 
     ``functions``: by name the number of ``operations``, ``kinds`` with their counts, query ``rows`` of the largest
-    attention (for a step its tree and streams), and bytes of the ``weights`` that it reads, which it takes if functions
-    are loaded without sharing. ``weights``: by ``form``, such as "float16" or "int4, blocks of 32", the number of
-    ``tensors`` and ``bytes`` on disk. ``memory``: bytes of all weights, each counted once, of all states, and both
-    together. ``warnings``: see ``Warnings``.
+    attention (for a step its tree and streams), and bytes of the ``weights`` that it reads. ``weights``: by ``form``,
+    such as "float16" or "int4, blocks of 32", the number of ``tensors`` and ``bytes`` on disk. ``memory``: bytes of all
+    weights, each counted once, of all states, and both together. ``warnings``: see ``Warnings``.
     """
     functions, warnings = dict[str, Any](), Warnings()
     states: dict[str, TensorType] = {}
@@ -79,8 +77,7 @@ def places(package: Package, function: Function) -> dict[BlobRef, int]:
     """Bytes of the weights that a function reads, by their place in the weight files."""
     return {
         value.data: package.stored_bytes(value)
-        for operation in function.operations
-        for value in constants(operation)
+        for value in function.constants.values()
         if isinstance(value.data, BlobRef)
     }
 
@@ -96,17 +93,17 @@ def _weights(package: Package) -> list[dict[str, Any]]:
     main: set[BlobRef] = set()  # the data of compressed weights, without their scales, offsets and tables
     for function in package.functions.values():
         sizes |= places(package, function)
+        for operation in function.operations:
+            for name in operation.inputs if operation.kind in DATA else ():
+                value = _stored(function, operation, name)
+                if value is not None and isinstance(value.data, BlobRef):
+                    forms[value.data] = _form(function, operation)
+                    main |= {value.data} if name == DATA[operation.kind] else set()
         # What compressed weights refer to is not counted as a plain constant, even if one has the same bytes.
-        for operation in sorted(function.operations, key=lambda operation: operation.kind not in DATA):
-            for name in operation.inputs:
-                value = _stored(operation, name)
-                if value is None or not isinstance(value.data, BlobRef) or value.type.dtype is None:
-                    continue
-                if operation.kind in DATA:
-                    forms[value.data] = _form(operation)
-                if name == DATA.get(operation.kind) or value.data not in forms:
-                    forms.setdefault(value.data, value.type.dtype.name)
-                    main.add(value.data)
+        for value in function.constants.values():
+            if isinstance(value.data, BlobRef) and value.type.dtype is not None and value.data not in forms:
+                forms[value.data] = value.type.dtype.name
+                main.add(value.data)
     return [
         {
             "form": name,
@@ -117,25 +114,25 @@ def _weights(package: Package) -> list[dict[str, Any]]:
     ]
 
 
-def _stored(operation: Operation, name: str) -> Value | None:
-    """A parameter that is written into the operation itself, as all of compressed weights are."""
+def _stored(function: Function, operation: Operation, name: str) -> Value | None:
+    """The constant that is a parameter of an operation; None if it has none."""
     arguments = operation.inputs.get(name, ())
-    return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], Value) else None
+    return function.constants.get(arguments[0]) if len(arguments) == 1 else None
 
 
-def _form(operation: Operation) -> str:
+def _form(function: Function, operation: Operation) -> str:
     """The format of a compressed weight in words."""
-    data = _stored(operation, DATA[operation.kind])
+    data = _stored(function, operation, DATA[operation.kind])
     dtype = data.type.dtype.name if data is not None and data.type.dtype is not None else "values"
     if operation.kind == PALETTE:
         return f"palette of {dtype} indices"
-    block = _block(operation)
+    block = _block(function, operation)
     return f"{dtype}, per channel" if block is None else f"{dtype}, blocks of {block}"
 
 
-def _block(operation: Operation) -> int | None:
+def _block(function: Function, operation: Operation) -> int | None:
     """Block size along the input axis, None if a channel has a single scale."""
-    data, scale = _stored(operation, "data"), _stored(operation, "scale")
+    data, scale = _stored(function, operation, "data"), _stored(function, operation, "scale")
     if data is None or scale is None:
         return None
     split = [
@@ -149,17 +146,16 @@ def _block(operation: Operation) -> int | None:
 def _warn(function: Function, found: Warnings) -> None:
     """Enter the known problems of a function."""
     name = function.name
-    constant = {operation.output for operation in function.operations if operation.kind == CONST}
     wide, blocks = Counter[str](), Counter[str]()
     for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):
         if any(size % STATE_MULTIPLE for size in dims):
             text = f"its last sizes {list(dims)} are not multiples of {STATE_MULTIPLE}; such a state fails to load"
             found.add("state-size", name, kind, text, STATES)
     for operation in function.operations:
-        if operation.kind == BLOCKWISE and _block(operation) is not None:
-            blocks[_form(operation)] += 1
+        if operation.kind == BLOCKWISE and _block(function, operation) is not None:
+            blocks[_form(function, operation)] += 1
         bounds = [one for side in ("begin", "end") for one in operation.inputs.get(side, ())]
-        if operation.kind == "slice_update" and not constant.issuperset(bounds):
+        if operation.kind == "slice_update" and not function.constants.keys() >= {*bounds}:
             text = "slice_update at a run-time offset: loading can crash (write by mask or scatter instead)"
             found.add("runtime-offset", name, operation.output, text, OFFSETS)
         if (rows := _query_rows(operation)) > MAX_QUERY_ROWS:

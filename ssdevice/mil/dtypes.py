@@ -13,11 +13,8 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class DType:
-    """One element type.
-
-    ``proto`` is its code in MIL.proto, ``blob`` its code in the weight file (0: never stored there), ``bits``
-    its size when packed and ``storage`` the NumPy type of its unpacked arrays.
-    """
+    """One element type: ``proto`` is its code in MIL.proto, ``blob`` its code in the weight file (0: never stored
+    there), ``bits`` its size when packed, ``storage`` the NumPy type of its unpacked arrays."""
 
     name: str
     proto: int
@@ -62,10 +59,8 @@ STRING_PROTO = 2
 
 
 def decode(data: Array, dtype: DType, count: int) -> Array:
-    """``count`` elements from their bytes ``data`` [ceil(count·bits/8)] uint8: a view, or a copy if they were packed.
-
-    Bytes are little-endian; elements of fewer than 8 bits are packed, lowest bits first.
-    """
+    """``count`` elements from little-endian bytes ``data`` [ceil(count·bits/8)] uint8: a view, or a copy if they are
+    packed. Elements of fewer than 8 bits are packed, lowest bits first."""
     if not dtype.packed:
         return data.view(dtype.storage.newbyteorder("<"))
     bits = np.unpackbits(data, bitorder="little", count=count * dtype.bits).reshape(count, dtype.bits)

@@ -1,8 +1,8 @@
-"""The kernels of all operations that exported programs use.
+"""The kernels of all operations that exported programs use: NumPy functions of operands, which may be known only at run
+time, and of constant parameters.
 
-A kernel is a NumPy function of an operation's operands and of its constant parameters. Operands are what may be known
-only at run time. Floating-point operands are float32 whatever the program declares, and float64 for kernels that sum.
-``Program`` rounds the result to the declared type.
+Floating-point operands are float32 whatever the program declares, and float64 for kernels that sum. ``Program`` rounds
+the result to the declared type.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ KERNELS: dict[str, Kernel] = {}
 def kernel(kind: str, operands: str, **traits: bool) -> Callable[[Function], Function]:
     """Register a function for an operation; the constants that it takes are its keyword-only parameters.
 
-    ``operands``: names in order; ``?`` marks one that may be absent, ``*`` one that takes a tuple. ``traits``: fields
-    of Kernel.
+    ``operands``: names in order; ``?`` marks one that may be absent, ``*`` one that takes a tuple. ``traits``: of
+    Kernel.
     """
 
     def register(function: Function) -> Function:

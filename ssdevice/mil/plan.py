@@ -16,13 +16,12 @@ import numpy as np
 from ssdevice.mil.dtypes import Array
 from ssdevice.mil.operations import KERNELS, Constant, ExecutionError, Kernel, UnsupportedOpError, plain
 from ssdevice.mil.reader import Package
-from ssdevice.mil.schema import Argument, Function, Operation, TensorType, Value
+from ssdevice.mil.schema import CONST, Function, Operation, TensorType, Value
 
 FP16 = "fp16"
 FP32 = "fp32"
 PRECISIONS = (FP16, FP32)
 
-CONST = "const"
 READ_STATE = "read_state"
 WRITE_STATE = "write_state"
 Run = Callable[..., Any]
@@ -41,16 +40,11 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A compiled function.
-
-    ``constants``: every constant and decompressed weight by name, floats as float32. ``types``: declared type of
-    every value.
-    """
+    """A compiled function. ``constants``: the constants and decompressed weights it needs, floats as float32."""
 
     function: Function
     steps: tuple[Step, ...]
     constants: dict[str, Array]
-    types: dict[str, TensorType]
 
 
 class ConstantPool:
@@ -94,41 +88,39 @@ class Compiler:
         self._function = function
         self._pool = pool
         self._half = precision == FP16
-        self._stored: dict[str, Value] = {}  # by the name of a constant
         self._constants: dict[str, Constant] = {}
         self._steps: list[Step] = []
 
     def compile(self) -> Plan:
         """The plan. Raises UnsupportedOpError, which names function and operation, for a missing kernel."""
-        types = dict(self._function.inputs)
-        states = {name for name, kind in self._function.inputs if kind.state}
-        for operation in self._function.operations:
-            types.update(operation.outputs)
-            if operation.kind == CONST:
-                value = self._parameter(operation, "val")
-                if isinstance(value, str):
-                    raise ExecutionError(f"{self._where(operation)}: a constant without a value")
-                self._stored[operation.output] = value
-                self._constants[operation.output] = self._pool.load(value)
-            elif operation.kind in (READ_STATE, WRITE_STATE):
+        function = self._function
+        states = {name for name, kind in function.inputs if kind.state}
+        for operation in function.operations:
+            if operation.kind in (READ_STATE, WRITE_STATE):
                 self._add_state(operation, states)
-            else:
+            elif operation.kind != CONST:
                 self._add_kernel(operation)
+        for name in function.outputs:
+            self._constant(name)
         arrays = {name: value for name, value in self._constants.items() if not isinstance(value, str)}
-        return Plan(self._function, _with_frees(self._steps, {*states, *self._function.outputs}), arrays, types)
+        return Plan(function, _with_frees(self._steps, {*states, *function.outputs}), arrays)
+
+    def _constant(self, name: str) -> Constant | None:
+        """A constant or decompressed weight; None for a value that is only known at run time."""
+        stored = self._function.constants.get(name)
+        if stored is not None and name not in self._constants:
+            self._constants[name] = self._pool.load(stored)
+        return self._constants.get(name)
 
     def _add_state(self, operation: Operation, states: set[str]) -> None:
         name = self._parameter(operation, "input")
         if name not in states:
             raise ExecutionError(f"{self._where(operation)}: {name!r} is not a state of the function")
-        assert isinstance(name, str)
-        if operation.kind == READ_STATE:
-            self._steps.append(Step(_same, (name,), (operation.output,), operation))
-            return
-        data = self._parameter(operation, "data")
-        if not isinstance(data, str):
-            raise ExecutionError(f"{self._where(operation)}: its data is a constant")
-        self._steps.append(Step(_same, (data,), (name,), operation))
+        source, target = name, operation.output
+        if operation.kind == WRITE_STATE:
+            source, target = self._parameter(operation, "data"), name
+            self._constant(source)
+        self._steps.append(Step(lambda value: value, (source,), (target,), operation))
 
     def _add_kernel(self, operation: Operation) -> None:
         kernel = KERNELS.get(operation.kind)
@@ -140,22 +132,17 @@ class Compiler:
         if kernel.weight:
             self._decompress(operation, kernel)
             return
-        run = self._run(operation, kernel)
-        names = []
-        for position, source in enumerate(self._sources(operation, kernel)):
-            name = source if isinstance(source, str) else f"{operation.output}.{position}"
-            if isinstance(source, Value):
-                self._constants[name] = self._pool.load(source)
-            names.append(name)
-        self._steps.append(Step(run, tuple(names), tuple(name for name, _ in operation.outputs), operation))
+        run, sources = self._run(operation, kernel), self._sources(operation, kernel)
+        for name in sources:
+            self._constant(name)
+        self._steps.append(Step(run, tuple(sources), tuple(name for name, _ in operation.outputs), operation))
 
     def _run(self, operation: Operation, kernel: Kernel) -> Run:
         """The kernel's function for an operation, with outputs of their declared types."""
         where, operands = self._where(operation), [operand.rstrip("?*") for operand in kernel.operands]
         constants = {}
         for name in operation.inputs.keys() - operands:
-            argument = self._parameter(operation, name)
-            value = self._constants.get(argument) if isinstance(argument, str) else self._pool.load(argument)
+            value = self._constant(self._parameter(operation, name))
             if name not in kernel.parameters or value is None:
                 when = "" if value is not None else " that is only known at run time"
                 raise UnsupportedOpError(f"{where}: a parameter {name!r}{when} is not supported")
@@ -166,9 +153,9 @@ class Compiler:
             [self._finish(kind, kernel, where) for _, kind in operation.outputs],
         )
 
-    def _sources(self, operation: Operation, kernel: Kernel) -> list[Argument]:
+    def _sources(self, operation: Operation, kernel: Kernel) -> list[str]:
         """The operands in order."""
-        sources: list[Argument] = []
+        sources: list[str] = []
         for operand in kernel.operands:
             name = operand.rstrip("?*")
             if name not in operation.inputs and not operand.endswith("?"):
@@ -188,9 +175,8 @@ class Compiler:
     def _decompress(self, operation: Operation, kernel: Kernel) -> None:
         """Make a weight, once for all functions that store it alike; what it is made of is then not needed."""
         where, sources = self._where(operation), self._sources(operation, kernel)
-        stored = [self._stored.get(source) if isinstance(source, str) else source for source in sources]
-        values = [value for value in stored if value is not None]
-        if len(values) < len(stored) or len(operation.outputs) != 1:
+        values = [self._function.constants[source] for source in sources if source in self._function.constants]
+        if len(values) < len(sources) or len(operation.outputs) != 1:
             raise UnsupportedOpError(f"{where}: a weight that is not made of stored constants")
         ((name, kind),) = operation.outputs
         key: Hashable = (operation.kind, kind, *(self._pool.key(value) for value in values))
@@ -209,7 +195,7 @@ class Compiler:
         check_type(array, kind, where)
         self._constants[name] = array
 
-    def _parameter(self, operation: Operation, name: str) -> Argument:
+    def _parameter(self, operation: Operation, name: str) -> str:
         arguments = operation.inputs.get(name, ())
         if len(arguments) != 1:
             raise ExecutionError(f"{self._where(operation)}: parameter {name!r} is missing or a tuple")
@@ -233,10 +219,6 @@ def check_type(value: Any, kind: TensorType, where: str) -> None:
         raise ExecutionError(f"{where}: its result has shape {list(shape)}, the program declares {list(kind.shape)}")
     if kind.dtype is not None and np.asarray(value).dtype != kind.dtype.held:
         raise ExecutionError(f"{where}: its result is {np.asarray(value).dtype}, declared {kind.dtype.name}")
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _on_wide(run: Run) -> Run:

@@ -73,9 +73,9 @@ class Program:
         """Outputs of one call by name, in their declared types (float32 for floats in precision "fp32").
 
         ``inputs`` and ``state``: all that the function declares, with its shapes. ``state`` is updated in place; after
-        an error its contents are undefined. ``observe`` is called with every operation and its outputs (floats as
-        float32). The first call of a function checks every result against its declared shape and type. Raises
-        ExecutionError, which names function, operation and output, for an operation that fails.
+        an error its contents are undefined. ``observe`` is called with every operation and its outputs. The first call
+        of a function checks every result against its declared shape and type. Raises ExecutionError, which names
+        function, operation and output.
         """
         plan = self.plan(function)
         values: dict[str, Any] = {**plan.constants, **(state or {})}
@@ -104,7 +104,7 @@ class Program:
         self._checked.add(function)
         if state is not None:
             state.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
-        return {name: self._output(values[name], plan.types[name]) for name in plan.function.outputs}
+        return {name: self._output(values[name], plan.function.types[name]) for name in plan.function.outputs}
 
     def _input(self, array: Array, kind: TensorType) -> Array:
         """An input in the form that kernels take. Raises InputError for values that its type does not hold."""

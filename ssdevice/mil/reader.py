@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -13,7 +13,7 @@ from ssdevice.bundle.integrity import MAX_MANIFEST_BYTES, parse_strict, read_bou
 from ssdevice.contract import FunctionSpec, TensorSpec
 from ssdevice.errors import BundleError, reading
 from ssdevice.mil.dtypes import BY_BLOB, Array, DType, decode
-from ssdevice.mil.schema import BlobRef, Function, ModelFileError, Operation, TensorType, Value, parse_model
+from ssdevice.mil.schema import BlobRef, Function, ModelFileError, TensorType, Value, parse_model
 
 MANIFEST = "Manifest.json"
 DATA = "Data"
@@ -48,9 +48,7 @@ class BlobFile:
 
     def data(self, offset: int, dtype: DType, count: int) -> Array:
         """The bytes [size] uint8 of the entry with metadata at ``offset``, which must hold ``count`` of ``dtype``.
-
-        Raises BundleError if the metadata, the type, the size or the bounds of the data are wrong.
-        """
+        Raises BundleError if the metadata, the type, the size or the bounds of the data are wrong."""
         where = f"{self.path}: the weight at offset {offset}"
         if offset % ALIGNMENT or offset < _HEADER.size or offset + _METADATA.size > self.size:
             raise BundleError(f"{where} lies outside the file's {self.size} bytes or is not {ALIGNMENT}-aligned")
@@ -72,10 +70,7 @@ class BlobFile:
 
 
 class Package:
-    """An opened package; create one with ``Package.open``.
-
-    ``functions`` maps names to functions. Weights are memory-mapped; ``constant`` reads one.
-    """
+    """An opened package; create one with ``Package.open``. Weights are memory-mapped; ``constant`` reads one."""
 
     def __init__(self, path: Path, version: int, functions: Mapping[str, Function], folder: Path) -> None:
         self.path = path
@@ -86,11 +81,8 @@ class Package:
 
     @classmethod
     def open(cls, path: Path | str) -> Package:
-        """Read and check the package at ``path``.
-
-        Raises BundleError if a file is missing, a path leaves the package, the program is malformed, or a weight
-        is not at its offset with the type and size that the program declares.
-        """
+        """Read and check the package at ``path``. Raises BundleError if a file is missing, a path leaves the package,
+        the program is malformed, or a weight is not at its offset with the type and size that the program declares."""
         path = Path(path)
         model_file = _root_model(path)
         try:
@@ -99,24 +91,18 @@ class Package:
             raise BundleError(f"{model_file}: not a usable model file: {error}") from None
         package = cls(path, version, functions, model_file.parent)
         for function in functions.values():
-            for operation in function.operations:
-                for value in constants(operation):
-                    if isinstance(value.data, BlobRef):
-                        package._stored(value)
+            for value in function.constants.values():
+                if isinstance(value.data, BlobRef):
+                    package._stored(value)
         return package
 
     def spec(self, function: str) -> FunctionSpec:
-        """Inputs, outputs and states of a function with shapes and dtypes.
-
-        Raises BundleError if the package has no such function.
-        """
+        """Inputs, outputs and states of a function with shapes and dtypes. Raises BundleError if there is no such
+        function."""
         found = self.function(function)
-        types = dict(found.inputs)
-        for operation in found.operations:
-            types.update(operation.outputs)
         inputs = tuple(_tensor(name, kind) for name, kind in found.inputs if not kind.state)
         states = tuple(_tensor(name, kind) for name, kind in found.inputs if kind.state)
-        outputs = tuple(_tensor(name, types[name]) for name in found.outputs)
+        outputs = tuple(_tensor(name, found.types[name]) for name in found.outputs)
         return FunctionSpec(function, inputs, outputs, states)
 
     def function(self, name: str) -> Function:
@@ -149,12 +135,6 @@ class Package:
                 raise BundleError(f"{self.path}: weight file {name!r} does not begin with {MODEL_PATH}")
             self._blobs[name] = BlobFile(_inside(self._folder, name[len(MODEL_PATH) :], self.path))
         return self._blobs[name].data(value.data.offset, value.type.dtype, value.type.count)
-
-
-def constants(operation: Operation) -> Iterator[Value]:
-    """Every constant in an operation."""
-    for arguments in operation.inputs.values():
-        yield from (argument for argument in arguments if isinstance(argument, Value))
 
 
 def _tensor(name: str, kind: TensorType) -> TensorSpec:

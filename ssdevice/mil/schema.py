@@ -6,9 +6,10 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from ssdevice.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, decode
 
+CONST = "const"
 MAX_RANK = 16
 MAX_SIZE = 1 << 31
 PROTO = "ssdevice_coreml_proto"
@@ -57,26 +59,19 @@ class Value:
     data: Array | str | BlobRef
 
 
-Argument = str | Value
-
-
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation. Its parameters are names of values or inline constants."""
+    """One operation. Its parameters are names of values; only a constant has a ``value``."""
 
     kind: str
-    inputs: Mapping[str, tuple[Argument, ...]]
+    inputs: Mapping[str, tuple[str, ...]]
     outputs: tuple[tuple[str, TensorType], ...]
+    value: Value | None = None
 
     @property
     def output(self) -> str:
         """Name of the first output, by which error messages identify the operation."""
         return self.outputs[0][0] if self.outputs else "(no output)"
-
-    def names(self) -> Iterator[str]:
-        """Names of the values the operation reads."""
-        for arguments in self.inputs.values():
-            yield from (argument for argument in arguments if isinstance(argument, str))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +83,21 @@ class Function:
     outputs: tuple[str, ...]
     operations: tuple[Operation, ...]
 
+    @cached_property
+    def constants(self) -> dict[str, Value]:
+        """Every constant by name."""
+        return {each.output: each.value for each in self.operations if each.value is not None}
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        """The declared type of every value."""
+        return dict(chain(self.inputs, *(each.outputs for each in self.operations)))
+
 
 @cache
 def model_class() -> Any:
-    """coremltools' class ``Model`` of Model.proto. Raises ModuleNotFoundError without coremltools.
-
-    It is imported without the rest of coremltools, which imports torch and takes seconds.
-    """
+    """coremltools' class ``Model`` of Model.proto, imported without the rest of coremltools, which imports torch and
+    takes seconds. Raises ModuleNotFoundError without coremltools."""
     found = find_spec("coremltools")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("coremltools is not installed", name="coremltools")
@@ -107,10 +110,8 @@ def model_class() -> Any:
 
 
 def parse_model(data: bytes) -> tuple[int, Mapping[str, Function]]:
-    """The specification version and the functions of the ML program in a ``.mlmodel`` file.
-
-    Raises ModelFileError for anything else, ModuleNotFoundError without coremltools.
-    """
+    """The specification version and the functions of the ML program in a ``.mlmodel`` file. Raises ModelFileError for
+    anything else, ModuleNotFoundError without coremltools."""
     model = model_class()
     try:
         parsed = model.FromString(data)
@@ -130,8 +131,8 @@ def _function(name: str, body: Any) -> Function:
     if body.opset not in OPSETS:
         raise ModelFileError(f"function {name!r} uses the unknown opset {body.opset!r}")
     block = body.block_specializations[body.opset]
-    inputs = tuple(map(_named_type, body.inputs))
-    function = Function(name, inputs, tuple(block.outputs), tuple(map(_operation, block.operations)))
+    operations = chain.from_iterable(_operations(number, each) for number, each in enumerate(block.operations))
+    function = Function(name, tuple(map(_named_type, body.inputs)), tuple(block.outputs), tuple(operations))
     _check_names(function)
     return function
 
@@ -142,7 +143,7 @@ def _check_names(function: Function) -> None:
     if len(known) != len(function.inputs):
         raise ModelFileError(f"{where} has two inputs of one name")
     for operation in function.operations:
-        for name in operation.names():
+        for name in chain.from_iterable(operation.inputs.values()):
             if name not in known:
                 raise ModelFileError(
                     f"{where}: {operation.kind} {operation.output!r} reads {name!r} before it is defined"
@@ -182,18 +183,27 @@ def _type(kind: Any) -> TensorType | None:
     return TensorType(BY_PROTO.get(tensor.dataType), shape, state)
 
 
-def _operation(item: Any) -> Operation:
+def _operations(number: int, item: Any) -> Iterator[Operation]:
+    """Operation ``number`` of a block, after constants for the values that are written into it."""
     if item.blocks:
         raise ModelFileError(f"{item.type} has nested blocks")
-    # Constants and older forms of some operations give their parameters as attributes.
-    inputs: dict[str, tuple[Argument, ...]] = {
-        name: (_value(value),) for name, value in item.attributes.items() if name != "name"
-    }
+    outputs = tuple(map(_named_type, item.outputs))
+    if item.type == CONST:
+        if "val" not in item.attributes or len(outputs) != 1:
+            raise ModelFileError("a constant without a value, or with several names")
+        yield Operation(CONST, {}, outputs, _value(item.attributes["val"]))
+        return
+    # Older forms of some operations give their parameters as attributes.
+    given = {name: [value] for name, value in item.attributes.items() if name != "name"}
     for name, argument in item.inputs.items():
-        inputs[name] = tuple(
-            _value(binding.value) if binding.HasField("value") else binding.name for binding in argument.arguments
-        )
-    return Operation(item.type, inputs, tuple(map(_named_type, item.outputs)))
+        given[name] = [each.value if each.HasField("value") else each.name for each in argument.arguments]
+    for name, arguments in given.items():
+        for place, each in enumerate(arguments):
+            if not isinstance(each, str):
+                value, own = _value(each), f"{number}.{name}.{place}"
+                yield Operation(CONST, {}, ((own, value.type),), value)
+                arguments[place] = own
+    yield Operation(item.type, {name: tuple(arguments) for name, arguments in given.items()}, outputs)
 
 
 def _value(value: Any) -> Value:

@@ -31,10 +31,8 @@ def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> 
 
 
 def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) -> None:
-    """Load trained weights into ``streams``. Raises InputError for missing, unknown or non-finite tensors.
-
-    ``added``: terms of ``streams`` that the folder's do not have; they stay as they are.
-    """
+    """Load trained weights into ``streams``. ``added``: terms that the folder's streams do not have; they stay as they
+    are. Raises InputError for missing, unknown or non-finite tensors."""
     file = folder / WEIGHTS
     if not file.is_file():  # opening a pipe would block
         raise InputError(f"{file}: no such file")

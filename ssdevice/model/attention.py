@@ -1,9 +1,8 @@
 """Attention over several separate runs of key/value rows, and the function through which Hugging Face layers call it.
 
-Past rows, tree rows and stream rows are never concatenated: the scores against each run are computed separately and
-then joined, so the cache is read in place. Keys and values are lists of ``[batch, kv_heads, rows, head_dim]``.
-
-A target may attend in another way: ``Rows`` passes the ``Attention`` to the layers (``ssdevice.model.operators``).
+Past, tree and stream rows are never concatenated: the scores against each run are computed separately and then joined,
+so the cache is read in place. Keys and values are lists of ``[batch, kv_heads, rows, head_dim]``. A target may attend
+in another way: see ``ssdevice.model.operators``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ KeyValue = tuple[Tensor, Tensor]
 class Attending:
     """One layer's attention: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``.
 
-    ``mask``: additive, ``[B or 1, 1, Q, sum of run lengths]``. ``positions [B or 1, Q]``: those of the query rows.
+    ``mask``: additive, ``[B or 1, 1, Q, sum of run lengths]``. ``positions [B or 1, Q]``: of the query rows.
     ``softcap``: bound of a tanh over the scores.
     """
 
@@ -46,8 +45,8 @@ Attention = Callable[[Attending], Tensor]
 class Rows:
     """The cache object that Hugging Face layers see: it keeps each layer's new rows and puts them after the past ones.
 
-    ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: those of the new rows. After
-    the layers ran, ``new[i]`` holds layer i's new keys and values, ``[batch, kv_heads, rows, head_dim]`` each.
+    ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: of the new rows. After the
+    layers ran, ``new[i]`` has layer i's new keys and values, ``[batch, kv_heads, rows, head_dim]`` each.
     """
 
     is_compileable = False
@@ -88,9 +87,8 @@ def attend(asked: Attending) -> Tensor:
 def attend_once(asked: Attending) -> Tensor:
     """An Attention that concatenates the values, so that the sum over all rows is rounded once.
 
-    If every result is rounded to half precision, separate sums over past and new rows would be rounded separately. A
-    drafted row, whose ancestors are new, would then differ from the same row in plain decoding, whose ancestors are
-    past.
+    In half precision, separate sums over past and new rows are rounded separately. A drafted row, whose ancestors are
+    new, would then differ from the same row in plain decoding, whose ancestors are past.
     """
     weights, values = _weights(asked), asked.values
     joined = torch.cat(list(values), dim=2) if len(values) > 1 else values[0]

@@ -142,11 +142,8 @@ class Backbone(nn.Module):
         masks: Masks,
         past: Sequence[Sequence[KeyValue]] | None = None,
     ) -> tuple[Tensor, list[KeyValue]]:
-        """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``.
-
-        ``past[i]``: runs of earlier rows of layer i; None: there are none. Returns the hidden states and each layer's
-        new (keys, values).
-        """
+        """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``: the hidden states, and each layer's new (keys, values).
+        ``past[i]``: runs of earlier rows of layer i; None: there are none."""
         rows = Rows(past or [()] * len(self.layers), rope.positions, self.operators.attention)
         for i in range(first, last):
             kind = self.layer_types[i] if self.family.rotary_by_layer_type else ""

@@ -25,8 +25,8 @@ class Family:
 
     Names of config values: ``embed_scale`` multiplies the embedding, ``logit_scale`` multiplies and ``logit_divisor``
     divides the logits, ``logit_softcap`` bounds a tanh over them. ``rotary_by_layer_type``: the rotary module takes the
-    layer type. ``position_embedding``: path of a learned position table, with ``position_offset`` rows before
-    position 0.
+    layer type. ``position_embedding``: path of a learned position table, with ``position_offset`` rows before position
+    0.
     """
 
     decoder: str = "model"
@@ -135,10 +135,8 @@ _DENSE = ({"hidden_size"}, {"num_hidden_layers"}, {"num_attention_heads"}, {"rop
 
 
 def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Family:
-    """The family of a ``config.model_type``. Raises UnsupportedModelError, which says what is missing.
-
-    ``config``: the values in ``config.json``, which show what an unknown family has.
-    """
+    """The family of a ``config.model_type``. ``config``: the values in ``config.json``, which show what an unknown
+    family has. Raises UnsupportedModelError, which says what is missing."""
     family = FAMILIES.get(model_type)
     if family is not None:
         return family

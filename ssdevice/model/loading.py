@@ -105,9 +105,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 @dataclass(frozen=True)
 class Base:
     """A ``*ForCausalLM`` in eval mode. ``notes``: a sentence for each kind of stored tensors that it does not read.
-
-    ``parameters``: elements of the tensors that it reads by stored name.
-    """
+    ``parameters``: elements of the tensors that it reads, by stored name."""
 
     hf: Any
     parameters: Mapping[str, int]
@@ -124,10 +122,10 @@ def load_base(
 ) -> Base:
     """The base in a folder. Raises InputError or UnsupportedModelError.
 
-    ``scratch``: a folder for large weights in float32, in which they are mapped instead of held in memory. Without
-    ``values`` only the headers of its files are read and all tensors are on torch's meta device. The library would fill
-    what the files lack, or have in other shapes, with random numbers, and leave out what it does not know: such a
-    folder is refused, and so are weights that are not finite.
+    ``scratch``: a folder for large float32 weights, which are then mapped instead of held in memory. Without ``values``
+    only the headers of its files are read, and all tensors are on torch's meta device. transformers would fill what the
+    files lack with random numbers and leave out what it does not know, so such a folder is refused, as are weights that
+    are not finite.
     """
     config, stored = read_config(folder), stored_tensors(folder)
     weights: dict[str, Tensor] | None = None
@@ -201,9 +199,7 @@ def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
 
 def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
     """A StreamModel of a loaded base with fresh streams (``config`` None: without any; the host may draft ``gamma``).
-
-    ``context``: tokens that a conversation may hold; position tables are longer, by POSITION_MARGIN.
-    """
+    ``context``: tokens of a conversation; position tables are longer, by POSITION_MARGIN."""
     backbone = Backbone(hf, context, context + POSITION_MARGIN)
     if config is None:
         return StreamModel(backbone, None, gamma or 0)
@@ -225,11 +221,12 @@ def load(
     identity: BaseIdentity | None = None,
     values: bool = True,
 ) -> LoadedModel:
-    """The base in ``folder`` with the app in ``adapter``; ``gamma``: how many of its streams to keep.
+    """The base in ``folder`` with the app in ``adapter``, a plain PEFT LoRA if it has no ``streams.json``. Raises
+    InputError.
 
-    ``merge``: merge its LoRA into the base's weights; otherwise it stays separate, as ``LoraLinear``.
-    An adapter without ``streams.json`` is a plain PEFT LoRA without streams. ``calibrated``: see ``adopt``;
-    ``scratch``, ``values``: see ``load_base``; ``identity``: the base's, if it is known. Raises InputError.
+    ``gamma``: how many of its streams to keep. ``merge``: merge its LoRA into the base's weights instead of keeping it
+    as ``LoraLinear``. ``calibrated``: see ``adopt``; ``scratch``, ``values``: see ``load_base``; ``identity``: the
+    base's, if known.
     """
     hf = adopt(load_base(folder, scratch=scratch, values=values).hf, calibrated or {})
     identity = identity or BaseIdentity.of(folder, hf.config)

@@ -69,10 +69,8 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
 
 
 def attach_lora(hf: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter's linears as ``LoraLinear``; raises InputError, UnsupportedModelError.
-
-    Only a plain LoRA of linears can stay separate, see ``ssdevice.adapters.weights``.
-    """
+    """The model with a PEFT adapter's linears as ``LoraLinear``; only a plain LoRA of linears can stay separate, see
+    ``check_options``. Raises InputError, UnsupportedModelError."""
     hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
 
@@ -120,12 +118,11 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
 
 
 def check_peft(folder: Path, apart: bool = False) -> None:
-    """Raise InputError unless a folder holds a LoRA with finite tensors of the configured ranks.
+    """Raise InputError unless a folder has a LoRA with finite tensors of the configured ranks. ``apart``: it will stay
+    separate.
 
-    ``apart``: it will stay separate from the base, see ``ssdevice.adapters.weights``.
-
-    Without this check the configured rank decides how much memory is allocated, a missing file is looked up on the hub
-    under the folder's name, and a NaN is merged into the base.
+    Otherwise the configured rank would decide how much memory is allocated, a missing file would be looked up on the
+    hub under the folder's name, and a NaN would be merged into the base.
     """
     file = folder / PEFT_CONFIG
     config = read_json(file)

@@ -1,4 +1,4 @@
-"""Explicit hooks for what a target computes in its own way: attention, rotary embedding, norms, masks.
+"""Explicit hooks for what a target computes in its own way: attention, rotary embedding, norms, choices, masks.
 
 A form (``ssdevice.export.forms``) is built from a model under its target's operators. The Hugging Face classes, their
 modules and the model itself stay unchanged: ``under`` returns a second set of module objects over the same weights.
@@ -36,10 +36,8 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first; the lowest id wins a tie.
-
-    This takes k rounds of argmax: torch's topk does not define the order of ties, and some targets turn it into a sort.
-    """
+    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first; the lowest id wins a tie. k rounds of argmax: torch's
+    topk does not define the order of ties, and some targets turn it into a sort."""
     ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     taken: list[Tensor] = []
     for _ in range(k):
@@ -51,11 +49,11 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Operators:
-    """The hooks. By default everything is computed as in the Hugging Face layers.
+    """The hooks; by default all is computed as in the Hugging Face layers.
 
     ``attention``: see ``ssdevice.model.attention``. ``rotary``: replaces a family's own function if both compute the
-    same. ``norm``: returns the replacement of a module of the layers, None to keep it. ``top_k``: see ``ties``.
-    ``mask_value``: additive mask of an invisible row.
+    same. ``norm``: returns the replacement of a module of the layers, None to keep it. ``mask_value``: additive mask of
+    an invisible row.
     """
 
     attention: Attention = attend
@@ -103,8 +101,8 @@ class NormKind:
 def norm_kind(module: nn.Module) -> NormKind | None:
     """What a family's norm computes; None for other modules, and for ``torch.nn.LayerNorm``.
 
-    Candidates are tried on numbers, because families differ in the name of eps, in whether the weight is added to one,
-    and in whether the mean is subtracted.
+    Candidates are tried on numbers: families differ in the name of eps, in whether the weight is added to one, and in
+    whether the mean is subtracted.
     """
     weight = getattr(module, "weight", None)
     if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or not isinstance(weight, nn.Parameter):
@@ -125,11 +123,9 @@ def norm_kind(module: nn.Module) -> NormKind | None:
 
 
 def _hook_rotary(backbone: Backbone, rotary: Rotary) -> None:
-    """Make every attention module call ``rotary`` where its class calls the family's function.
-
-    The class finds that function among the globals of its Python module. So the modules of this backbone get a
-    ``forward`` with the same code over separate globals, and nothing that others see is replaced.
-    """
+    """Make every attention module call ``rotary`` where its class calls the family's function, a global of its Python
+    module. The modules of this backbone get a ``forward`` with the same code over separate globals, so nothing that
+    others see is replaced."""
     tables = [table for pair in backbone.rope_tables().values() for table in pair]
     for part in backbone.layers.modules():
         forward = inspect.unwrap(type(part).forward)
@@ -157,10 +153,8 @@ def _through(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary embedding of ``x [1, heads, R, hd]`` by ``cos, sin [1, R, hd]``: each pair of elements is rotated.
-
-    A pair is two neighbours (``interleaved``) or two elements half a head apart.
-    """
+    """Rotary embedding of ``x [1, heads, R, hd]`` by ``cos, sin [1, R, hd]``: pairs of neighbours (``interleaved``), or
+    of elements half a head apart, are rotated."""
     half = x.shape[-1] // 2
     if interleaved:
         turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
@@ -170,10 +164,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotary_kind(apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> bool | None:
-    """Whether a family's rotary function is ``rotate`` interleaved (True), by halves (False), or neither (None).
-
-    Both are tried on numbers, because families use the same name for different formulas.
-    """
+    """Whether a family's rotary function is ``rotate`` interleaved (True), by halves (False), or neither (None). Both
+    are tried on numbers, because families use the same name for different formulas."""
     if head_dim % 2:
         return None
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,5 @@
-"""The roles of weights, taken from the model object, so that no pass has to parse names.
-
-Only those that are stored in another way than the linears of the layers have one.
-"""
+"""The roles of weights, taken from the model object, so that no pass has to parse names. Only weights that are stored
+otherwise than the linears of the layers have one."""
 
 from __future__ import annotations
 
@@ -28,9 +26,8 @@ class Part(Enum):
 class Role:
     """The role of a weight.
 
-    For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder (``source``), and whether it is
-    the second factor (``up``), and whether it belongs to no linear but the streams themselves (``own``, see
-    ``Streams.own_terms``).
+    For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder (``source``), whether it is the
+    second factor (``up``), and whether it belongs to the streams themselves (``own``, see ``Streams.own_terms``).
     """
 
     part: Part

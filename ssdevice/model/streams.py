@@ -134,11 +134,11 @@ class DraftLayers(nn.Module):
 class Streams(nn.Module):
     """Stream identifier embeddings P, the transformations f and g, and the stream adapters.
 
-    In lossless mode the constructor wraps linears and MLPs, as ``stream_mlp`` says, of the top ``msa_layers`` layers of
-    ``backbone`` in StreamRowAdapter. g, by which streams see the token just chosen, and ``follow``, by which a draft
-    sees the one before it, are not in the paper (see StreamConfig). Without MSA layers there are ``heads`` on the last
-    hidden state instead, which share the LM head, or ``own`` layers. ``draft_ids [n] int32``: the tokens that streams
-    choose among, ascending; only with ``config.draft_vocabulary``.
+    In lossless mode the constructor wraps linears and MLPs of the top ``msa_layers`` layers of ``backbone``, as
+    ``stream_mlp`` says, in StreamRowAdapter. g, by which streams see the token just chosen, and ``follow``, by which a
+    draft sees the one before it, are not in the paper (see StreamConfig). Without MSA layers there are ``heads`` on the
+    last hidden state, which share the LM head, or ``own`` layers. ``draft_ids [n] int32``: the ascending tokens of the
+    draft vocabulary.
     """
 
     draft_ids: Tensor
@@ -182,11 +182,9 @@ class Streams(nn.Module):
         return h if self.f is None else cast(Tensor, self.f(h))
 
     def start(self, h: Tensor, gamma: int, chosen: Tensor | None = None) -> Tensor:
-        """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node.
-
-        ``chosen [B, n, D]``: with ``token_rank``, embeddings E of the tokens that follow the nodes; stream j adds its
-        part of g(M_t, E), ``[.., 2 D] -> [.., γ D]``.
-        """
+        """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node. With ``token_rank``,
+        ``chosen [B, n, D]`` embeds the tokens E after the nodes, and stream j adds its part of g(M_t, E), ``[.., 2 D]
+        -> [.., γ D]``."""
         batch, nodes, width = h.shape
         shared = self.moved(h)
         starts = shared[:, :, None] + self.identifiers[:gamma].to(h.dtype)
@@ -205,18 +203,14 @@ class Streams(nn.Module):
         return finished + cast(Tensor, self.follow(torch.cat([finished, before], dim=-1)))
 
     def own_terms(self) -> list[LowRank]:
-        """f, g, heads and ``follow``, which read hidden states that no norm has evened, or embeddings beside them.
-
-        They stay floats in every quantization: in eight bits a row of [M; E] would be its outliers and no E.
-        """
+        """f, g, heads and ``follow``, which read hidden states that no norm has evened, or embeddings beside them. They
+        stay floats in every quantization: in eight bits a row of [M; E] would be its outliers and no E."""
         terms = (self.f, self.token, *self.heads, self.follow)
         return [term for term in terms if isinstance(term, LowRank)]
 
     def fold(self) -> list[nn.Linear]:
-        """Fold stream adapters into second weights of the MSA layers, which are returned.
-
-        For graphs whose streams run separately: one product instead of three, for a copy of these layers' weights.
-        """
+        """Fold stream adapters into second weights of the MSA layers, which are returned: for graphs whose streams run
+        separately, one product instead of three, for a copy of these layers' weights."""
         for row in self._rows:
             row.fold()
         return [row.folded for row in self._rows if row.folded is not None]

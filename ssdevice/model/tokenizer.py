@@ -1,9 +1,9 @@
 """The tokenizer of a Hugging Face folder or of an adapter, as transformers opens it.
 
-The truth is ``tokenizer.json`` as it was saved, because it is what the model was trained with: every version of
-transformers saves the tokenizer that it uses. Special tokens, their flags and the chat template are what transformers
-makes of all files of the folder together. Some classes (``LlamaTokenizer`` of transformers 5) build their own splitting
-of texts instead of reading the file; they are asked for the names of special tokens only.
+``tokenizer.json`` counts as it was saved, because the model was trained with it: every version of transformers saves
+the tokenizer that it uses. Special tokens, their flags and the chat template are what transformers makes of all files
+together. Some classes (``LlamaTokenizer`` of transformers 5) split texts in their own way instead of reading the file;
+they are asked for the names of special tokens only.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ OTHER_FORMAT = "app 'base' is given prompts in the format of the adapters' own t
 
 
 def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
-    """The folder whose tokenizer an adapter's prompts need: its own if it brings one, else the model's.
-
-    Raises ConfigError for an adapter with only a part of a tokenizer's files.
-    """
+    """The folder of the tokenizer for an adapter's prompts: its own if it brings one, else the model's. Raises
+    ConfigError for an adapter with only a part of a tokenizer's files."""
     own = [name for name in FILES if adapter is not None and (adapter / name).is_file()]
     if adapter is None or not own:
         return model
@@ -63,7 +61,7 @@ def open_tokenizer(
 ) -> ChatTokenizer:
     """The tokenizer and chat format of a model's folder, or of an adapter's that brings its own.
 
-    A model without a template is given prompts as they are (``plain``). Stop tokens are those of the model's
+    Without a template prompts are used as they are (``plain``). Stop tokens are those of the model's
     ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token that the template puts after
     an answer. Raises ConfigError naming the file that is missing or wrong.
     """
@@ -162,7 +160,7 @@ def _hidden_as_special(backend: Tokenizer) -> Tokenizer:
 def shared_tokenizer(
     model: Path, adapters: Sequence[Path | None], vocab: int
 ) -> tuple[ChatTokenizer, Path, tuple[str, ...]]:
-    """The one tokenizer of a bundle, the folder that it comes from, and notes for the user.
+    """The one tokenizer of a bundle, the folder it comes from, and notes for the user.
 
     ``adapters``: an app's adapter each, None for the base. ``vocab``: tokens of the model. Raises ConfigError for
     adapters that need different tokenizers, and for a tokenizer of another model.

@@ -34,10 +34,8 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 def application(
     session: Session, *, waiting: int, hosts: Collection[str] | None, key: str | None, devices: int = 0
 ) -> Guard:
-    """The server's application (ASGI). ``waiting``: requests that may wait while one is decoded; see Guard.
-
-    ``devices``: how many may have their drafts verified.
-    """
+    """The server's application (ASGI). ``waiting``: requests that may wait while one is decoded; ``devices``: how many
+    may have their drafts verified; ``hosts``, ``key``: see Guard."""
     verifying = Verifying(session, devices) if devices else None
     counts = metrics.Metrics()
     decoder, bundle = Decoder(session, counts, waiting), session.bundle

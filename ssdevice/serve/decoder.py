@@ -36,8 +36,8 @@ class Decoder:
     async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
         """The answer as it grows: first when its first call has been made, last when it is whole.
 
-        It does not change while the caller looks at it. Closing the iterator cancels the request after the call of the
-        model that is under way. Raises Refusal, also if the queue is full.
+        It does not change while the caller looks at it. Closing the iterator cancels the request after the current call
+        of the model. Raises Refusal, also if the queue is full.
         """
         async with self._admitted(), aclosing(decode(self.session, request, self.metrics)) as answers:
             async for answer in answers:

@@ -74,10 +74,8 @@ class Refusal(SSDeviceError):
 
 
 class Guard:
-    """Passes on requests that may ask, and counts responses.
-
-    ``hosts``: what requests may call this machine, None for anything. ``key``: what they must bear, None for nothing.
-    """
+    """Passes on requests that may ask, and counts responses. ``hosts``: names by which requests may call this machine,
+    None for any. ``key``: what they must bear, None for nothing."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, hosts: Collection[str] | None, key: str | None) -> None:
         self.app = app

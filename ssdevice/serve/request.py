@@ -34,8 +34,8 @@ class Request:
     """What to decode: either ``messages`` with ``tools`` and ``template`` arguments, or a ``prompt``, text or ids.
 
     ``sampling``: the fields of Sampling that were named, ``structure`` among them, and a seed if tokens are drawn.
-    ``forced``: functions of which the answer must call one. ``max_tokens``: None for as many as the context takes.
-    ``logprobs``: None for none, else how many alternatives. ``usage``: whether a stream ends with it.
+    ``forced``: functions of which the answer must call one. ``max_tokens``: None for what the context takes.
+    ``logprobs``: how many alternatives; None for no log-probabilities. ``usage``: whether a stream ends with it.
     """
 
     app: str

@@ -1,10 +1,8 @@
 """The sandbox of chat templates, and the process that renders them: a program of its own, see ``renderer``.
 
 Templates are programs that come with a model, so they run in jinja2's immutable sandbox with the names that Hugging
-Face templates may use: ``messages``, ``add_generation_prompt``, ``tools`` and ``documents`` (None unless given), the
-special tokens, ``raise_exception``, ``strftime_now``, the ``tojson`` filter, loop controls and ``generation`` blocks.
-
-Requests and answers are lines of JSON. The system limits the process, so no expression of a template gets around it.
+Face templates may use. Requests and answers are lines of JSON. The system limits the process, so no expression of a
+template gets around it.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ def _compiled(source: str) -> Template:
 
 
 def _read(source: str) -> dict[str, Any]:
-    """``constants``: texts that a template compares and writes in expressions, each once; ``names``: what it is given;
-    ``members``: what it reads of values."""
+    """``constants``: texts in expressions, each once; ``names``: what the template is given; ``members``: what it reads
+    of values."""
     made = environment()
     tree = made.parse(source)
     found = dict.fromkeys(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
@@ -87,10 +85,8 @@ def _read(source: str) -> dict[str, Any]:
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
-    """``invalid``: the reason; or what ``_read`` found; or ``texts``: by conversation a text, or why it is refused.
-
-    ``last``: whether this process should answer no more. After a MemoryError Python 3.11 was seen to be in disorder.
-    """
+    """``invalid``: the reason; or the result of ``_read``; or ``texts``: by conversation a text, or why it is refused.
+    ``last``: whether this process should stop. After a MemoryError Python 3.11 was seen in disorder."""
     source = request["template"]
     try:
         template = _compiled(source)

@@ -35,10 +35,10 @@ OF_TOOLS = {"tool_calls", "reasoning_content"}
 class ChatFormat:
     """What a bundle keeps of a model's chat format: frames, and a template where frames do not say all.
 
-    ``template``: jinja2 source, None where ``frames`` hold for whole conversations and it reads nothing else.
-    ``special_tokens``: names such as ``bos_token`` and their text, for the template. ``stop_ids``: tokens that end an
-    answer. ``variables``: further values for the template, such as ``{"enable_thinking": False}``. ``frames``: of whole
-    conversations or, beside a template, of one question, for hosts without jinja2.
+    ``template``: jinja2 source; None if ``frames`` are all of it. ``special_tokens``: names such as ``bos_token`` and
+    their text, for the template. ``stop_ids``: tokens that end an answer. ``variables``: further values for the
+    template, such as ``{"enable_thinking": False}``. ``frames``: of whole conversations or, beside a template, of one
+    question, for hosts without jinja2.
     """
 
     template: str | None
@@ -103,10 +103,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, values: Mapping[str, Any] | None = None
     ) -> str:
-        """The text of a conversation; ``values``: of ``names``.
-
-        Raises TemplateRefusal with the reason if the template refuses it, InputError for values that it does not read.
-        """
+        """The text of a conversation; ``values``: of ``names``. Raises TemplateRefusal with the template's reason,
+        InputError for values that it does not read."""
         needed = {key for message in messages for key in message if key in OF_TOOLS} - self.keys
         for name in sorted(needed | ({*(values or {})} - self.names)):
             reads = ", ".join(sorted(self.names | self.keys)) or "roles and contents"
@@ -140,9 +138,9 @@ def _frames(template: str, names: str) -> tuple[Frames | None, bool]:
 def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
     """Frames for prompts without marks, which have the ids that the tokenizer itself gives a text.
 
-    Every message is on a line of its own, but an answer directly behind its prompt: the model goes on with the text.
-    Special tokens that the tokenizer puts before a text (mostly ``bos_token``) are in the frames. Those that it puts
-    behind are not. Raises ConfigError if no frames give these ids.
+    Every message is on its own line, but an answer follows its prompt directly: the model continues the text. Special
+    tokens that the tokenizer puts before a text are in the frames, those behind are not. Raises ConfigError if no
+    frames give these ids.
     """
     whole = tokenizer.encode(PROBE)
     words = [i for i, special in enumerate(whole.special_tokens_mask) if not special] or [0]

@@ -53,12 +53,11 @@ class Frame:
 class Frames:
     """A chat template as texts: a conversation is a system message or none, then user and assistant in turn.
 
-    ``first``: around a user's message that begins the conversation, with all that stands before it (``bos_token``, a
-    default system message). ``system``, ``after_system``: around a system message and the user's message after it; None
-    if the template takes no system message. ``user``, ``assistant``: around the other messages; None in frames that
-    hold for one question. ``answer``: opens the next answer; ``closed``: ends a conversation in which none is to
-    follow, as in training. ``empty_system``: whether an empty system message is written; otherwise the conversation is
-    as if there were none.
+    ``first``: around a user's message that begins the conversation, with all that precedes it (``bos_token``, a default
+    system message). ``system``, ``after_system``: around a system message and the user's message after it; None if the
+    template takes none. ``user``, ``assistant``: around other messages; None in frames for one question. ``answer``:
+    opens the next answer; ``closed``: ends a conversation without one, as in training. ``empty_system``: whether an
+    empty system message is written or left out.
     """
 
     first: Frame
@@ -71,10 +70,8 @@ class Frames:
     closed: str = ""
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation. Raises TemplateRefusal for roles that have no frame where they stand.
-
-        Raises InputError for a user's message without words: templates differ in what they make of it.
-        """
+        """The text of a conversation. Raises TemplateRefusal for a role without a frame at its place, InputError for a
+        user's message without words: templates treat it differently."""
         text = ""
         places = {"system": self.system, "user": self.first}
         for number, message in enumerate(messages, 1):
@@ -122,10 +119,10 @@ NO_PROMPTS = "the chat template is more than texts around messages: only the Pyt
 
 
 def frames_of(template: str, constants: Sequence[str], render: Render) -> Frames | None:
-    """The frames that give the same texts as a template, also with those in it (``constants``) as contents.
+    """The frames that give the same texts as a template, also with the texts in it (``constants``) as contents.
 
-    They hold for whole conversations, else for one question (``user`` is None), else there are none: the template looks
-    into messages, changes them, or writes the date.
+    They are for whole conversations, else for one question (``user`` is None); None if the template looks into
+    messages, changes them, or writes the date.
     """
     if DATES in template or len(constants) > MAX_CONSTANTS:
         return None

@@ -37,19 +37,15 @@ OF_HOST = ("messages", "add_generation_prompt", "tools")
 @dataclass(frozen=True)
 class Chat:
     """A conversation and what its template is given: ``tools`` (JSON schemas) and further ``template`` arguments.
-
-    Messages of the user are without an app's instruction.
-    """
+    Messages of the user are without an app's instruction."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def given(self, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> Chat:
-        """With these tools and template arguments; no tools and None change nothing.
-
-        Raises InputError for what JSON cannot hold.
-        """
+        """With these tools and template arguments; no tools and None change nothing. Raises InputError for what JSON
+        cannot hold."""
         schemas = [dict(tool) for tool in arguments.objects("tools", tools)]
         for name in arguments.mapping("template", {} if template is None else template):
             if arguments.text("a name in template", name) in OF_HOST:
@@ -96,10 +92,8 @@ def requested(
     tools: Sequence[Mapping[str, Any]],
     template: Mapping[str, Any] | None,
 ) -> Chat:
-    """What is to be answered: the next ``prompt`` of the conversation ``before``, or one that ``messages`` state whole.
-
-    The other arguments, if they are given, replace those of ``before``. Raises InputError.
-    """
+    """What is to be answered: the next ``prompt`` of the conversation ``before``, or the whole conversation
+    ``messages``. Other arguments that are given replace those of ``before``. Raises InputError."""
     if (prompt is None) == (messages is None):
         raise InputError("give either the prompt, the user's next message, or messages, a whole conversation")
     if messages is not None:
@@ -113,10 +107,11 @@ def requested(
 def fitting(
     chat: Chat, ids_of: Callable[[Chat], list[int]], context: int, overflow: str, max_tokens: int
 ) -> tuple[list[int], Chat]:
-    """The tokens of a conversation, and what is left of it with DROP_OLDEST: it then fits together with its answer.
+    """The tokens of a conversation, and what is left of it with DROP_OLDEST, which makes it fit together with its
+    answer.
 
-    The answer has room for ``max_tokens``, at most half of the context. Only the oldest turns are dropped, and as few
-    of them as possible; the last one stays, whether it fits or not. Raises InputError for what is none of OVERFLOWS.
+    The answer has room for ``max_tokens``, at most half of the context. As few turns as possible are dropped, the
+    oldest first, but never the last one. Raises InputError for another ``overflow``.
     """
     if overflow not in OVERFLOWS:
         raise InputError(f"overflow is {repr(overflow)[:60]}, expected {' or '.join(map(repr, OVERFLOWS))}")
@@ -146,7 +141,7 @@ def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...
     """The messages of a conversation, as templates take them. ``ends``: ANSWERED or WAITING.
 
     A content is a string, or a list of text parts, which become lines. Arguments of tool calls are an object, or its
-    JSON as OpenAI sends it. Raises InputError for a conversation in another form or order.
+    JSON as OpenAI sends it. Raises InputError for another form or order.
     """
     last, ids = "", set[str]()
     found = []

@@ -59,10 +59,9 @@ def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, cont
 class ChatTokenizer:
     """A tokenizer and a chat format: the same ids as ``transformers``' ``apply_chat_template``, without transformers.
 
-    ``tokenizer`` is the ``tokenizers`` object, ``chat`` the format as a bundle keeps it, ``plain`` whether prompts are
-    given as they are because the model has no chat template. Special tokens written out in
-    a prompt are read as special tokens, as transformers reads them. Raises ConfigError for a format without stop tokens
-    or with a template that does not work.
+    ``chat``: the format as a bundle keeps it. ``plain``: whether prompts are used as they are, for want of a chat
+    template. Special tokens written out in a prompt are read as such, as transformers does. Raises ConfigError for a
+    format without stop tokens or with a template that does not work.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, *, plain: bool = False) -> None:
@@ -86,10 +85,8 @@ class ChatTokenizer:
         stops: Sequence[int],
         variables: dict[str, Any] | None = None,
     ) -> ChatTokenizer:
-        """The tokenizer of a model in ``folder`` with its chat template (None: prompts are given as they are).
-
-        The special token that the template puts after an answer ends answers as ``stops`` do.
-        """
+        """The tokenizer of a model in ``folder`` with its chat template (None: prompts are used as they are). The
+        special token that the template puts after an answer ends answers, as ``stops`` do."""
         tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
         ends = tuple(dict.fromkeys(stops))
         if template is None:
@@ -123,17 +120,14 @@ class ChatTokenizer:
     ) -> list[int]:
         """Ids up to where the model's answer begins.
 
-        ``instruction`` is the app's line before the prompt, ``system`` a system message, ``most`` as in ``encode``.
-        Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses (some
-        take no system message).
+        ``instruction``: the app's line before the prompt; ``system``: a system message; ``most``: as in ``encode``.
+        Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses.
         """
         return self.chat_ids(Chat().instructed(system).asked(prompt), instruction, most)
 
     def chat_ids(self, chat: Chat, instruction: str | None = None, most: int | None = None) -> list[int]:
-        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``.
-
-        Raises InputError for tools or template arguments that the template does not read.
-        """
+        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``. Raises
+        InputError for tools or template arguments that the template does not read."""
         return self.encode(self.chat_text(chat, instruction), most)
 
     def chat_text(self, chat: Chat, instruction: str | None = None) -> str:
@@ -158,8 +152,8 @@ class ChatTokenizer:
     def completion_ids(self, text: str) -> list[int]:
         """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token.
 
-        What the template puts after the stop token (often a line break) is not part of an answer. If it puts no stop
-        token there, the first of ``stop_ids`` is appended.
+        What the template puts after the stop token (often a line break) is left out. Without a stop token there, the
+        first of ``stop_ids`` is appended.
         """
         head, head_ids = self._head
         whole = self._template.render([*PROMPT, {"role": "assistant", "content": text}], add_generation_prompt=False)
@@ -175,10 +169,8 @@ class ChatTokenizer:
         return ids
 
     def user_opening(self, instruction: str | None = None) -> tuple[list[int], int]:
-        """Ids up to where the user's words begin (after an app's ``instruction``), and the token that ends them.
-
-        Raises ConfigError for a template that does not end a user's turn with a special token.
-        """
+        """Ids up to where the user's words begin (after an app's ``instruction``), and the token that ends them. Raises
+        ConfigError for a template that does not end a user's turn with a special token."""
         messages = [{"role": "user", "content": user_content(instruction, PROBE)}]
         text = self._template.render(messages, add_generation_prompt=False)
         opening, found, closing = text.rpartition(PROBE)
@@ -213,11 +205,10 @@ class ChatTokenizer:
         return _closing_of(self._template)
 
     def encode(self, text: str, most: int | None = None, special: bool = False) -> list[int]:
-        """Ids of a text; raises InputError for halves of characters.
+        """Ids of a text; raises InputError for half a character.
 
-        ``special``: with the tokens that the tokenizer adds to a text that no template wrote. ``most``: tokens there
-        is room for. A text that cannot have so few raises ContextOverflowError unread: tokens take many times the
-        memory of a text.
+        ``special``: with the tokens that the tokenizer adds to a text without a template. ``most``: how many tokens
+        fit. A text that must have more raises ContextOverflowError unread: tokens take many times the memory of a text.
         """
         if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
             raise ContextOverflowError(

@@ -33,7 +33,7 @@ class ToolStyle(Enum):
 
     HERMES, also Qwen: ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``. LLAMA3: the whole answer is
     ``{"name": .., "parameters": {..}}``, several separated by ``;``, perhaps after ``<|python_tag|>``. GEMMA:
-    ``call:NAME{key:value}`` between tokens of its own, other ones around strings.
+    ``call:NAME{key:value}`` between its own tokens, with others around strings.
     """
 
     HERMES = (Marks("<tool_call>", "</tool_call>"),)
@@ -88,10 +88,8 @@ def answer_text(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The names of functions in OpenAI's form (see ``tool_of``), and the JSON schemas of their parameters.
-
-    Raises InputError for tools in another form.
-    """
+    """The names of functions in OpenAI's form (see ``tool_of``), and the JSON schemas of their parameters. Raises
+    InputError for another form."""
     found = {}
     for number, tool in enumerate(arguments.objects("tools", tools)):
         where = f"tools[{number}]"
@@ -105,10 +103,8 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
 
 
 def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
-    """``text -> (content, calls)``: the calls in an answer, and its text without them.
-
-    What looks like a call and is none, such as broken JSON, stays in the content.
-    """
+    """``text -> (content, calls)``: the calls in an answer, and its text without them. What only looks like a call,
+    such as broken JSON, stays in the content."""
     if style is ToolStyle.LLAMA3:
         return _parse_llama(text)
     read = _gemma_call if style is ToolStyle.GEMMA else _json_call
@@ -190,7 +186,7 @@ _ARGUMENT = re.compile(r"^[ \t]+(\w+)(?: \(.*?\))?:[ \t]*(\S.*)$", re.MULTILINE)
 def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a function, in the form that chat templates and OpenAI's ``tools`` take.
 
-    The description is the first paragraph of its docstring, those of parameters come from lines ``name: text`` under
+    Its description is the first paragraph of its docstring, those of parameters are lines ``name: text`` under
     ``Args:``. Raises InputError for a parameter without a type that JSON has.
     """
     name, about = getattr(function, "__name__", "function"), inspect.getdoc(function) or ""

@@ -32,10 +32,8 @@ class Batch(NamedTuple):
 def tokenize(
     examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, max_length: int
 ) -> tuple[list[Sample], int]:
-    """Samples no longer than ``max_length`` tokens, and how many longer ones were left out.
-
-    Raises InputError if nothing is left.
-    """
+    """Samples no longer than ``max_length`` tokens, and how many longer ones were left out. Raises InputError if none
+    is left."""
     every = (tokenizer.sample(example, instruction) for example in examples)
     samples = [sample for sample in every if len(sample.ids) <= max_length]
     if not samples:
@@ -44,10 +42,10 @@ def tokenize(
 
 
 class BatchOrder:
-    """The samples of batch number i. The seed fixes them, so that a resumed run sees the same batches.
+    """The samples of batch number i, fixed by the seed, so that a resumed run sees the same batches.
 
-    Every epoch shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches. So
-    padding is short and the order is still random.
+    Every epoch shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches:
+    padding stays short and the order random.
     """
 
     POOL = 50

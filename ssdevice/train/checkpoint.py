@@ -1,7 +1,5 @@
-"""Checkpoints of a training run, written whole or not at all, so that a killed run can continue.
-
-A checkpoint begins with the sha256 of the rest: a run never goes on from weights that a disk has changed.
-"""
+"""Checkpoints of a training run, written whole or not at all, so that a killed run can continue. A checkpoint begins
+with the sha256 of the rest: no run continues from weights that a disk has changed."""
 
 from __future__ import annotations
 
@@ -36,11 +34,8 @@ def save(folder: Path, state: State) -> None:
 
 @contextmanager
 def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
-    """Only this run may use ``folder`` while the context lasts.
-
-    If the context fails before the run wrote anything, its mark is removed, so that its command can be corrected.
-    Raises InputError if another run was left unfinished in ``folder`` or is at work there.
-    """
+    """Only this run may use ``folder`` in this context. If the context fails before the run wrote anything, its mark is
+    removed, so that its command can be corrected. Raises InputError if another run is unfinished or at work there."""
     file = folder / UNFINISHED / "run"
     if file.is_file() and file.read_bytes() != fingerprint.encode():
         raise InputError(

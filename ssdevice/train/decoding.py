@@ -1,7 +1,7 @@
 """Continuous batching over one cache, for self-distillation and for dev rows.
 
-Answers end at different lengths, so a slot whose answer has ended takes the next prompt. Prompts are taken in order of
-length, those that start together are padded on the right, and rows beyond a slot's length are masked.
+A slot whose answer has ended takes the next prompt. Prompts come in order of length; those that start together are
+padded on the right, and rows beyond a slot's length are masked.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ def greedy(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
 
 
 def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> Choose:
-    """Sampling from the likeliest tokens that together have ``top_p`` of the probability, at most ``most`` of them.
-
-    A token depends on the seed, the request's number and the place, not on the rest of the batch.
-    """
+    """Sampling from the likeliest tokens that together have ``top_p`` of the probability, ``most`` at most. A token
+    depends on the seed, the request's number and the place, not on the rest of the batch."""
 
     def choose(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
         best, ids = torch.softmax(logits.float() / temperature, -1).topk(min(most, logits.shape[-1]))
@@ -57,8 +55,8 @@ def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> C
 class Decoding:
     """Iterates over ``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
 
-    ``slots``: answers in progress at once (default: what suits the device); they are rows 0 to n - 1 of the cache.
-    ``names``: the request numbers that ``choose`` gets (default: the prompts' indices).
+    ``slots``: answers in progress at once (default: what suits the device), in rows 0 to n - 1 of the cache. ``names``:
+    the request numbers that ``choose`` gets (default: the prompts' indices).
     """
 
     def __init__(

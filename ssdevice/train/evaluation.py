@@ -15,8 +15,8 @@ from ssdevice.model.step import StreamModel
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 from ssdevice.train.batches import collate
 from ssdevice.train.job import Job
-from ssdevice.train.loss import IGNORE, LossWeights, StreamingLoss, completion_rows
-from ssdevice.train.options import TrainOptions
+from ssdevice.train.loss import IGNORE, StreamingLoss, completion_rows
+from ssdevice.train.options import LossWeights, TrainOptions
 from ssdevice.train.samples import own_completions
 from ssdevice.tree import MISS, Tree, tokens_per_step
 
@@ -59,11 +59,8 @@ def evaluate(job: Job, dev: list[Sample]) -> DevResult | None:
 
 @torch.no_grad()
 def stream_ranks(model: StreamModel, samples: Sequence[Sample], batch: int = 4) -> list[list[list[int]]]:
-    """For each sample and completion token i: the ranks ``[γ]`` at which streams 1..γ held tokens i+1..i+γ.
-
-    The streams are those of the row that predicted token i; rank 0 is the likeliest. Drafts of own layers follow the
-    right tokens.
-    """
+    """For each sample and completion token i: the ranks ``[γ]`` at which streams 1..γ of the row that predicted token i
+    held tokens i+1..i+γ; 0 is the likeliest. Drafts of own layers follow the right tokens."""
     found: list[list[list[int]]] = []
     device = next(model.parameters()).device
     probe = StreamingLoss(model, LossWeights(0.0, 1.0)).to(device)

@@ -2,15 +2,14 @@
 
 Streams start at the last prompt token, whose main row predicts the first completion token. They run in segments of
 completion tokens (*Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*,
-appendix I): only the streams of one segment are in memory at a time, so the peak does not grow with γ times the
-sequence.
+appendix I), so that the memory for them does not grow with γ times the sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,25 +21,9 @@ from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.backbone import Masks
 from ssdevice.model.step import StreamModel
 from ssdevice.model.visibility import additive, causal, own_streams, stream_positions
+from ssdevice.train.options import LossWeights
 
 IGNORE = -100
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """α0 for the main stream and αj for every speculative stream.
-
-    ``by_reach``: a guess also counts by how likely the streams before it are right, which decides whether it is ever
-    asked; not in the paper. ``soft``: the share of a stream's loss that is the cross entropy with the model's own
-    probabilities, over the draft vocabulary, instead of with the token that follows. ``summed``: the losses of all
-    predicted tokens are added up, as eq. 5 has it, and not averaged for each stream.
-    """
-
-    main: float
-    stream: float
-    by_reach: bool = False
-    soft: float = 0.0
-    summed: bool = False
 
 
 class StreamingLoss(nn.Module):
@@ -48,8 +31,8 @@ class StreamingLoss(nn.Module):
 
     Losses are means over the predicted tokens of their stream, in nats; the weighted one is a sum over these tokens if
     the weights are ``summed``. Streams do not predict tokens outside the draft vocabulary. Main rows run without
-    gradients if nothing in them is trained (α0 = 0). ``nodes``: how many of them, of all rows of a batch together, run
-    their streams in one pass; a batch of more than that is recomputed segment by segment in the backward pass.
+    gradients if α0 = 0. ``nodes``: how many nodes of a batch run their streams in one pass; a larger batch is
+    recomputed segment by segment in the backward pass.
     """
 
     place: Tensor
@@ -74,8 +57,8 @@ class StreamingLoss(nn.Module):
         """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
 
         ``counts [1 + γ]``: divisors of the sums, if this batch is part of a larger one (see the method ``counts``).
-        ``known``: what ``run_main`` gives, if α0 = 0 and it is already computed; final states only if streams learn
-        from them.
+        ``known``: the result of ``run_main``, if α0 = 0 and it exists already; final states only if streams learn from
+        them.
         """
         nodes = completion_rows(prompts, lengths)
         if counts is None:
@@ -131,10 +114,8 @@ class StreamingLoss(nn.Module):
         return read, final, rows
 
     def run_own(self, read: Tensor, rows: list[KeyValue]) -> tuple[Tensor, list[KeyValue]]:
-        """What drafts start from and the rows that they see, from what ``run_main`` gives first and last.
-
-        Own layers, which are trained, run here.
-        """
+        """What drafts start from and the rows they see, from the first and last result of ``run_main``. Own layers,
+        which are trained, run here."""
         states = self.model.states(read)
         if self.model.own is not None:
             _, rows = self.model.run_top_layers(states, states, *self._causal(read), [])
@@ -261,10 +242,8 @@ def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tenso
 
 @contextmanager
 def attending_by_node(model: StreamModel, gamma: int) -> Iterator[None]:
-    """In this context rows of streams, ``gamma`` for each node, after one run of main rows cost less work.
-
-    The default computes every stream's scores against every stream of the batch, and masks all but γ of them.
-    """
+    """In this context rows of streams, ``gamma`` for each node, after one run of main rows cost less work: the default
+    computes every stream's scores against every stream of the batch, and masks all but γ of them."""
     backbone, before = model.backbone, model.backbone.operators
     backbone.operators = replace(before, attention=partial(attend_by_node, gamma=gamma))
     try:

@@ -33,10 +33,8 @@ Rows = tuple[Tensor, Tensor | None, list[KeyValue]]
 
 
 class MainRows:
-    """Main rows of a frozen base, kept between epochs: nothing in them is trained, so they never change.
-
-    Rows are kept by sample in CPU memory, up to ``limit`` bytes; what does not fit is recomputed each time.
-    """
+    """Main rows of a frozen base, kept between epochs because they never change: by sample in CPU memory, up to
+    ``limit`` bytes. What does not fit is recomputed each time."""
 
     def __init__(self, loss: StreamingLoss, limit: int) -> None:
         self.loss, self.left = loss, limit
@@ -70,9 +68,7 @@ class MainRows:
 
 def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> list[list[float]]:
     """Train from the last checkpoint to the end. Returns the history: step, loss of main rows, loss of every stream.
-
-    ``fresh``: the streams have not been trained before, so where they start is fitted first.
-    """
+    ``fresh``: the streams are untrained, so where they start is fitted first."""
     options, place = job.options, job.place
     steps = options.steps or EPOCHS * order.per_epoch
     run = Run(loss, options, steps)
@@ -100,10 +96,8 @@ def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> l
 
 
 class Run:
-    """What training changes: the adapter's parameters, their optimizer and its schedule, and the losses so far.
-
-    Raises InputError if there is nothing to train.
-    """
+    """What training changes: the adapter's parameters, their optimizer and schedule, and the losses so far. Raises
+    InputError if there is nothing to train."""
 
     def __init__(self, loss: StreamingLoss, options: TrainOptions, steps: int) -> None:
         self.loss = loss
@@ -179,8 +173,8 @@ def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
 def _backward(job: Job, loss: StreamingLoss, parallel: nn.Module, group: list[Sample], kept: MainRows | None) -> Tensor:
     """Accumulate the gradients of one step over ``group``; returns this process's part of the losses.
 
-    Losses are means over the whole step: over all processes, each of which sees its share of the group. So n
-    processes compute the same as one with n times the batch.
+    Losses are means over all processes, each of which has a share of the group: n processes compute what one with n
+    times the batch does.
     """
     place = job.place
     counts = loss.counts(*_collated(job, group))

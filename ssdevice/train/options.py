@@ -51,20 +51,32 @@ UNFINISHED = ".training"
 
 
 @dataclass(frozen=True)
-class TrainOptions(Ruled):
-    """The options of one run.
+class LossWeights:
+    """α0 for the main stream and αj for every speculative stream.
 
-    ``recipe``: the other options must be as FIXED says.
-    ``steps``: None for EPOCHS over the data. ``alpha_stream``: αj of eq. 5; None for 0.1, or 1 if main rows stay as
-    they are. ``by_reach``: see LossWeights; None: if main rows stay as they are. ``soft_labels``: see LossWeights.
-    ``limit``: use only the first rows. ``init``: adapter folder to continue from; with ``self_distill`` its
-    completions are learned. ``freeze_lora``: in shared mode, train only what streams have of their own.
-    ``self_distill``: train on the model's own greedy completions. ``self_prompt``: no data, the model
-    also writes so many prompts.
-    ``answer_tokens``: longest generated answer (None: the longest completion of the data, or ANSWER_TOKENS).
-    ``batch_size``: per process. ``draft_vocabulary``: number of tokens that streams choose among (0: all, None: see
-    trainer.DRAFT_VOCABULARY). ``precision``: of matrix products; auto is bf16 if the hardware has it.
-    ``base_precision``: of the frozen base in memory.
+    ``by_reach``: a guess also counts by how likely the streams before it are right, which decides whether it is ever
+    asked; not in the paper. ``soft``: the share of a stream's loss that is the cross entropy with the model's own
+    probabilities over the draft vocabulary, not with the next token. ``summed``: losses are sums over all predicted
+    tokens, as in eq. 5, not means over those of a stream.
+    """
+
+    main: float
+    stream: float
+    by_reach: bool = False
+    soft: float = 0.0
+    summed: bool = False
+
+
+@dataclass(frozen=True)
+class TrainOptions(Ruled):
+    """The options of one run, as ``ssdevice train --help`` explains them.
+
+    ``recipe``: the other options must be as FIXED says. ``steps``: None for EPOCHS over the data. ``alpha_stream``: αj
+    of eq. 5; None for 0.1, or 1 if main rows stay as they are, which is also the default of ``by_reach``. ``init``:
+    adapter folder to continue from; with ``self_distill`` its completions are learned. ``self_prompt``: without data,
+    the model writes so many prompts. ``answer_tokens``: None for the longest completion of the data, or ANSWER_TOKENS.
+    ``batch_size``: per process. ``draft_vocabulary``: 0 for all tokens, None for trainer.DRAFT_VOCABULARY.
+    ``precision``: of matrix products. ``base_precision``: of the frozen base in memory.
     """
 
     model: str
@@ -114,7 +126,7 @@ class TrainOptions(Ruled):
             self.init is None or self.streams.mode is Mode.LOSSLESS or self.objective is Objective.NEXT_TOKEN
         ):
             raise ConfigError("--freeze-lora is for streams in shared mode, with the --init whose LoRA stays as it is")
-        if self.frozen and not self.alphas[1]:
+        if self.frozen and not self.weights.stream:
             raise ConfigError("nothing is learned: raise --alpha-stream above 0")
 
     @property
@@ -128,24 +140,19 @@ class TrainOptions(Ruled):
         return self.streams.mode is Mode.LOSSLESS or self.freeze_lora
 
     @property
-    def weighs_by_reach(self) -> bool:
-        """``by_reach``, as given or by default."""
-        return self.frozen if self.by_reach is None else self.by_reach
-
-    @property
-    def alphas(self) -> tuple[float, float]:
-        """(α0, αj)."""
+    def weights(self) -> LossWeights:
+        """The weights of the loss, with their defaults."""
         if self.objective is Objective.NEXT_TOKEN:
-            return 1.0, 0.0
+            return LossWeights(1.0, 0.0)
         main, stream = (0.0, 1.0) if self.frozen else (1.0, 0.1)
-        return main, stream if self.alpha_stream is None else self.alpha_stream
+        stream = stream if self.alpha_stream is None else self.alpha_stream
+        by_reach = self.frozen if self.by_reach is None else self.by_reach
+        return LossWeights(main, stream, by_reach, self.soft_labels, summed=self.recipe is not Recipe.OURS)
 
     def fingerprint(self, base_sha256: str, world: int, examples: Sequence[Example]) -> str:
-        """A hash of options, base, and the contents of data and ``init``, wherever they lie.
-
-        A checkpoint may only be continued by a run with the same one. ``world``: number of processes; two with half
-        the batch each may continue what one began. ``examples``: the rows of ``data``.
-        """
+        """A hash of options, base, and the contents of data (``examples``) and ``init``, wherever they are stored. Only
+        a run with the same hash continues a checkpoint. ``world``: number of processes; two with half the batch each
+        may continue what one began."""
         fixed = {k: v for k, v in vars(self).items() if k not in ("out", "dev")}
         fixed["batch_size"] = self.batch_size * world
         fixed["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()

@@ -1,8 +1,7 @@
 """The samples of a training run: rows of the data, or what the model writes itself.
 
-Without data the model also writes the user's turns. Given its chat template up to the point where the user's text
-begins, an instruct model continues with a typical prompt. Its greedy answers to such prompts are what its streams learn
-to predict.
+Without data the model also writes the prompts: given its chat template up to the user's text, an instruct model
+continues with a typical one. Its greedy answers are what its streams learn to predict.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ Key = TypeVar("Key", bound=int | tuple[int, ...])
 
 
 def read_samples(job: Job, hf: Any, init: AdapterFolder | None, examples: list[Example]) -> list[Sample]:
-    """The samples: completions of the data or the model's own ones, to prompts of the data or the model's own ones.
-
-    The model that answers is ``hf``, in shared mode with the LoRA of ``init`` if it has one.
-    """
+    """The samples: completions of the data or the model's own, to prompts of the data or the model's own. The model
+    that answers is ``hf``, in shared mode with the LoRA of ``init`` if it has one."""
     options, place, tokenizer = job.options, job.place, job.tokenizer
     own = options.self_prompt
     teacher = None
@@ -76,10 +73,11 @@ def read_samples(job: Job, hf: Any, init: AdapterFolder | None, examples: list[E
 
 
 def self_prompts(job: Job, backbone: Backbone, wanted: int) -> list[str]:
-    """``wanted`` distinct prompts, each sampled as a user's turn (after the app's instruction, if it has one).
+    """``wanted`` distinct prompts, each sampled as a user's turn after the app's instruction. They depend only on the
+    options and the seed.
 
-    They depend only on the options and the seed. Raises ConfigError for a chat template that does not end a user's
-    turn with a special token, InputError if the model repeats itself or never ends its turns.
+    Raises ConfigError for a chat template that does not end a user's turn with a special token, InputError if the model
+    repeats itself or never ends its turns.
     """
     tokenizer = job.tokenizer
     opening, end = tokenizer.user_opening(job.options.instruction)
@@ -130,10 +128,8 @@ def write_rows(job: Job, prompts: Sequence[str], samples: Sequence[Sample]) -> N
 def own_completions(
     job: Job, backbone: Backbone, samples: Sequence[Sample], most: Sequence[int], stage: str
 ) -> list[Sample]:
-    """Samples with their completions replaced by the model's greedy ones of at most ``most[i]`` tokens each.
-
-    A prompt that occurs twice is answered once. ``stage``: see ``written``.
-    """
+    """Samples with their completions replaced by the model's greedy ones of at most ``most[i]`` tokens each. A prompt
+    that occurs twice is answered once. ``stage``: see ``written``."""
     prompts = [sample.ids[: sample.prompt] for sample in samples]
     room = dict(zip(prompts, most, strict=True))
 

@@ -1,7 +1,7 @@
 """Where streams start before they are trained: the best linear guess of the rows they stand for.
 
 Stream j of node t stands for the main row of position t + j, which the layers below N - N_s have not computed. With
-``token_rank`` it starts from f(M_t) + P_j + g_j(M_t, E), E the embedding of the token after t; here g and P become the
+``token_rank`` it starts from f(M_t) + P_j + g_j(M_t, E), E the embedding of the token after t. Here g and P become the
 reduced-rank least squares (Izenman, 1975) of M_{t+j} - f(M_t) over the training rows.
 """
 
@@ -57,11 +57,8 @@ class Moments:
 
     @torch.no_grad()
     def fit(self) -> float:
-        """Set g and P of the model's streams. Returns the share of the targets' variance that g explains.
-
-        Every channel and stream counts by its own size, because a few channels of real models are far larger than the
-        rest.
-        """
+        """Set g and P of the model's streams; returns the share of the targets' variance that g explains. Every channel
+        and stream counts by its own size, because a few channels of real models are far larger than the rest."""
         streams = self.model.streams
         assert streams is not None and streams.token is not None
         mean = self.xx[-1] / self.nodes

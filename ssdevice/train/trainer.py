@@ -31,9 +31,9 @@ from ssdevice.train import checkpoint
 from ssdevice.train.batches import BatchOrder
 from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluate
 from ssdevice.train.job import Job, Place
-from ssdevice.train.loss import LossWeights, StreamingLoss
+from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.optimization import optimize
-from ssdevice.train.options import Objective, Recipe, TrainOptions
+from ssdevice.train.options import Objective, TrainOptions
 from ssdevice.train.samples import read_samples
 from ssdevice.train.start import scale_follow
 
@@ -48,8 +48,8 @@ LEAST_FACTOR = 4
 def train(options: TrainOptions, report: Report) -> DevResult | None:
     """Train one app's adapter into ``options.out``. The dev result is None without dev data or streams.
 
-    Under ``accelerate launch`` or ``torchrun`` every process trains on its share of each batch; only the first one
-    writes the files and returns a dev result.
+    Under ``accelerate launch`` or ``torchrun`` every process trains on its share of each batch; only the first writes
+    the files and returns a dev result.
     """
     folder = loading.resolve_folder(options.model)
     tokenizer = open_tokenizer(folder, options.init)
@@ -58,16 +58,14 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     dev_examples = read_examples(options.dev, limit=DEV_LIMIT) if options.dev is not None else []
     dev = dev_prompts(options, dev_examples, tokenizer)
     examples = read_examples(options.data, limit=options.limit) if options.data else []
-    place = Place.find(options.precision)
-    if options.base_precision == "bf16" and not place.bf16:
+    place, half = Place.find(options.precision), options.base_precision == "bf16"
+    if half and not place.bf16:
         raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
-    if place.main:
-        if tokenizer.plain:
-            say_once(f"ssdevice: {PLAIN_PROMPT}")
-        if len(dev) < len(dev_examples):
-            left_out = len(dev_examples) - len(dev)
-            say_once(f"ssdevice: {left_out} of {len(dev_examples)} dev prompts exceed half of --max-length: left out")
-    hf = loading.load_hf(folder, torch.bfloat16 if options.base_precision == "bf16" else torch.float32)
+    if place.main and tokenizer.plain:
+        say_once(f"ssdevice: {PLAIN_PROMPT}")
+    if place.main and (left_out := len(dev_examples) - len(dev)):
+        say_once(f"ssdevice: {left_out} of {len(dev_examples)} dev prompts exceed half of --max-length: left out")
+    hf = loading.load_hf(folder, torch.bfloat16 if half else torch.float32)
     identity = BaseIdentity.of(folder, hf.config)
     check_vocabulary(tokenizer, identity.vocab, options.init or folder)
     init = AdapterFolder.open(options.init, identity) if options.init is not None else None
@@ -85,16 +83,17 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         samples = read_samples(job, hf, init, examples)
         torch.manual_seed(options.seed)
         wrapped, model = _prepare(hf, options, init)
-        _choose_vocabulary(job, model, init, samples)
-        summed = options.recipe is not Recipe.OURS
-        weights = LossWeights(*options.alphas, options.weighs_by_reach, options.soft_labels, summed)
-        loss = StreamingLoss(model, weights, options.nodes).to(place.device)
+        fresh = init is None or init.settings is None
+        _choose_vocabulary(job, model, fresh, samples)
+        loss = StreamingLoss(model, options.weights, options.nodes).to(place.device)
         order = BatchOrder(samples, options.batch_size * place.world, options.seed)
-        history = optimize(job, loss, order, fresh=not _trained(init))
+        history = optimize(job, loss, order, fresh)
         if place.main:
             if tuned is not None:
                 _keep(tuned, (PEFT_CONFIG, PEFT_WEIGHTS), options.out)
-            _keep_tokenizer(folder, options)
+            own = tokenizer_folder(folder, options.init)
+            if own != folder:  # that of --init
+                _keep(own, [name for name in FILES if (own / name).is_file()], options.out)
             _save(options, wrapped, model.cpu().streams, identity, len(samples), history)
     del hf, wrapped, model, loss
     place.wait()
@@ -103,11 +102,6 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         checkpoint.remove(options.out)
     place.leave()
     return result
-
-
-def _trained(init: AdapterFolder | None) -> bool:
-    """Whether streams were trained before, which this run goes on with."""
-    return init is not None and init.settings is not None
 
 
 def _with_vocabulary(options: TrainOptions, identity: BaseIdentity, init: AdapterFolder | None) -> TrainOptions:
@@ -141,26 +135,23 @@ def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
         raise InputError(f"--init {init.folder} was trained with {'; '.join(differing)}")
 
 
-def _choose_vocabulary(job: Job, model: StreamModel, init: AdapterFolder | None, samples: list[Sample]) -> None:
-    """Set the tokens that streams choose among, unless ``init`` brought them."""
+def _choose_vocabulary(job: Job, model: StreamModel, fresh: bool, samples: list[Sample]) -> None:
+    """Set the tokens that streams choose among, unless they are not ``fresh`` and have them."""
     streams = model.streams
     if streams is None or not streams.config.draft_vocabulary:
         return
-    if not _trained(init):
+    if fresh:
         ids = draft_ids(samples, job.tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
         streams.draft_ids.copy_(torch.tensor(ids))
     model.take_draft_rows()
     share = covered(samples, streams.draft_ids.tolist())
-    job.report(
-        "vocabulary", 1, 1, f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of all completions"
-    )
+    said = f"streams choose among {len(streams.draft_ids)} tokens, {share:.2%} of all completions"
+    job.report("vocabulary", 1, 1, said)
 
 
 def draft_ids(samples: Sequence[Sample], always: Iterable[int], size: int, vocab: int) -> list[int]:
-    """``size`` ascending ids: ``always``, then the most frequent in completions, then in prompts, then the lowest.
-
-    Answers repeat words of their prompts, and low ids are frequent if tokens were merged by frequency.
-    """
+    """``size`` ascending ids: ``always``, then the most frequent in completions, in prompts, then the lowest. Answers
+    repeat words of their prompts, and low ids are frequent if tokens were merged by frequency."""
     completions = Counter(token for sample in samples for token in sample.ids[sample.prompt :])
     prompts = Counter(token for sample in samples for token in sample.ids[: sample.prompt])
     order = dict.fromkeys(token for token in always if token < vocab)
@@ -198,14 +189,13 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
         hf = wrapped.base_model.model
     config = None if options.objective is Objective.NEXT_TOKEN else options.streams
     model = loading.build(hf, config, options.max_length)
-    if init is not None and init.settings is not None and model.streams is not None:
-        before, wanted = vars(init.settings.streams), vars(options.streams)
-        added = tuple(term for rank, term in ADDED.items() if wanted[rank] and not before[rank])
-        load_streams(init.folder, model.streams, added)
-    else:
-        added = tuple(ADDED.values())
-    if model.streams is not None and model.streams.follow is not None and "follow" in added:
-        scale_follow(model)
+    before = init.settings.streams if init is not None and init.settings is not None else None
+    if model.streams is not None:
+        added = tuple(term for rank, term in ADDED.items() if getattr(config, rank) and not getattr(before, rank, 0))
+        if init is not None and before is not None:
+            load_streams(init.folder, model.streams, added)
+        if "follow" in added:
+            scale_follow(model)
     return wrapped, model.train()
 
 
@@ -235,7 +225,7 @@ def _save(
             "steps": len(history),
             "batch_size": options.batch_size,
             "lr": options.lr,
-            "alphas": list(options.alphas),
+            "alphas": [options.weights.main, options.weights.stream],
             "self_distill": options.self_distill or options.self_prompt is not None,
             "self_prompt": options.self_prompt or 0,
             "final_loss": [round(sum(h[i] for h in tail) / len(tail), 4) for i in range(1, len(tail[0]))],
@@ -252,10 +242,3 @@ def _keep(init: Path, names: Iterable[str], out: Path) -> None:
     if not out.samefile(init):
         for name in names:
             shutil.copyfile(init / name, out / name)
-
-
-def _keep_tokenizer(folder: Path, options: TrainOptions) -> None:
-    """Copy the tokenizer of ``--init`` if it brings its own."""
-    own = tokenizer_folder(folder, options.init)
-    if own != folder:
-        _keep(own, [name for name in FILES if (own / name).is_file()], options.out)

@@ -20,7 +20,7 @@ from ssdevice.errors import BundleError, SSDeviceError
 from ssdevice.mil import schema
 from ssdevice.mil.operations import UnsupportedOpError
 from ssdevice.mil.program import Program
-from ssdevice.mil.reader import Package, constants
+from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import BlobRef
 from tests.mil.builder import convert, coremltools
 
@@ -236,22 +236,21 @@ def test_weights_equal_coremltools_own_reader(whole: Path) -> None:
     package = Package.open(whole)
     reader = _BlobStorageReader(str(whole / WEIGHTS))
     seen = set()
-    for operation in package.functions["main"].operations:
-        for value in constants(operation):
-            if isinstance(value.data, BlobRef):
-                assert value.type is not None and value.type.dtype is not None
-                dtype = value.type.dtype.name
-                read = {
-                    "float16": reader.read_fp16_data,
-                    "float32": reader.read_float_data,
-                    "int4": reader.read_int4_data,
-                }[dtype]
-                expected = np.array(read(value.data.offset))
-                ours = package.constant(value).reshape(-1)
-                if dtype == "float16":
-                    expected = expected.view(np.float16)
-                np.testing.assert_array_equal(ours, expected.astype(ours.dtype))
-                seen.add(dtype)
+    for value in package.functions["main"].constants.values():
+        if isinstance(value.data, BlobRef):
+            assert value.type is not None and value.type.dtype is not None
+            dtype = value.type.dtype.name
+            read = {
+                "float16": reader.read_fp16_data,
+                "float32": reader.read_float_data,
+                "int4": reader.read_int4_data,
+            }[dtype]
+            expected = np.array(read(value.data.offset))
+            ours = package.constant(value).reshape(-1)
+            if dtype == "float16":
+                expected = expected.view(np.float16)
+            np.testing.assert_array_equal(ours, expected.astype(ours.dtype))
+            seen.add(dtype)
     assert seen == {"float16", "float32", "int4"}
 
 

@@ -18,7 +18,7 @@ from ssdevice.config import Mode, StreamConfig  # noqa: E402
 from ssdevice.contract import PLAIN, PREFILL, STEP  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
 from ssdevice.export.stages import export_bundle  # noqa: E402
-from ssdevice.mil.reader import Package, constants  # noqa: E402
+from ssdevice.mil.reader import Package  # noqa: E402
 from ssdevice.mil.schema import BlobRef  # noqa: E402
 from ssdevice.runtime import Session  # noqa: E402
 from ssdevice.tree import Tree  # noqa: E402
@@ -110,8 +110,7 @@ def blobs(package: Package, function: str) -> dict[BlobRef, int]:
     """Places in the weight file that a function reads, and their sizes."""
     return {
         value.data: package.stored_bytes(value)
-        for operation in package.function(function).operations
-        for value in constants(operation)
+        for value in package.function(function).constants.values()
         if isinstance(value.data, BlobRef)
     }
 
