@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ssdevice import arguments, strict_json
+from ssdevice.config import load_strict
 from ssdevice.errors import InputError, reading
 
 MAX_LINE_BYTES = 16 << 20
 GZIP_MAGIC = b"\x1f\x8b"
-KEYS = ("prompt", "completion", "references", "messages", "id")
 ROLES = (("user",), ("user", "assistant"), ("system", "user"), ("system", "user", "assistant"))
 
 
@@ -104,55 +104,48 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             raise InputError(f"{path}: the gzip data end early, after line {number}; the file is cut short") from error
 
 
+@dataclass(frozen=True)
+class _Turn:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    prompt: str | None = None
+    completion: str | None = None
+    references: tuple[str, ...] = ()
+    messages: tuple[_Turn, ...] | None = None
+    id: Any = None
+
+
 def _example(fields: Any, where: str, require_completion: bool) -> Example:
-    if not isinstance(fields, dict):
-        raise InputError(f"{where}: expected a JSON object, found {type(fields).__name__}")
-    for key in fields:
-        if key not in KEYS:
-            raise InputError(f"{where}: {strict_json.unknown_key(key, KEYS)}")
-    references = fields.get("references", [])
-    if not isinstance(references, list):
-        raise InputError(f"{where}: 'references' is {type(references).__name__}, expected a list of strings")
-    answers = tuple(_text(item, f"{where}: references[{i}]") for i, item in enumerate(references))
-    system = completion = None
-    if "messages" in fields:
-        if "prompt" in fields or "completion" in fields:
+    row = load_strict(_Row, fields, where)
+    prompt, completion, system = row.prompt, row.completion, None
+    if row.messages is not None:
+        if prompt is not None or completion is not None:
             raise InputError(f"{where}: give either 'messages' or 'prompt' and 'completion', not both")
-        turns = _messages(fields["messages"], where)
-        prompt, system, completion = turns["user"], turns.get("system"), turns.get("assistant")
-    elif "prompt" in fields:
-        prompt = _text(fields["prompt"], f"{where}: 'prompt'")
-        if "completion" in fields:
-            completion = _text(fields["completion"], f"{where}: 'completion'")
-    else:
-        raise InputError(f"{where}: 'prompt' is missing")
-    if completion is None and require_completion:
-        raise InputError(f"{where}: 'completion' is missing")
-    return Example(prompt, completion, answers, system)
+        said = {turn.role: turn.content for turn in row.messages}
+        if (roles := tuple(turn.role for turn in row.messages)) not in ROLES:
+            raise InputError(
+                f"{where}: messages by {str(roles)[:80]}; an example is one exchange: an optional system message, one "
+                "of the user, then one of the assistant"
+            )
+        prompt, completion, system = said["user"], said.get("assistant"), said.get("system")
+    if prompt is None or (completion is None and require_completion):
+        raise InputError(f"{where}: {'prompt' if prompt is None else 'completion'!r} is missing")
+    texts = {"prompt": prompt, "completion": completion, "system message": system}
+    texts |= {f"references[{i}]": text for i, text in enumerate(row.references)}
+    for what, text in texts.items():
+        if text is not None:
+            _check_text(f"{where}: {what!r}", text)
+    return Example(prompt, completion, row.references, system)
 
 
-def _messages(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise InputError(f"{where}: 'messages' is a list of objects with 'role' and 'content'")
-    for i, turn in enumerate(value):
-        if turn.keys() != {"role", "content"}:
-            raise InputError(f"{where}: messages[{i}] has keys {sorted(turn)}, expected 'role' and 'content'")
-    roles = tuple(turn["role"] for turn in value)
-    if roles not in ROLES:
-        raise InputError(
-            f"{where}: messages by {list(roles)!r:.80}; an example is one exchange: an optional system message, "
-            "one of the user, then one of the assistant"
-        )
-    return {turn["role"]: _text(turn["content"], f"{where}: content of the {turn['role']} message") for turn in value}
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{what} is {type(value).__name__}, expected a string")
+def _check_text(what: str, value: str) -> None:
     if not value.strip():
         raise InputError(f"{what} is empty")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InputError(f"{what} holds half a character (a lone surrogate at {error.start})") from error
-    return value

@@ -90,7 +90,6 @@ class Adapter:
 
     @property
     def draft_layers(self) -> int:
-        """Layers of its own that draft."""
         return self.settings.streams.draft_layers if self.settings is not None else 0
 
     @property

@@ -156,7 +156,6 @@ class Variant:
 
     @property
     def described(self) -> str:
-        """A description for messages."""
         if self.streams is None:
             return "plain decoding with a LoRA" if self.lora else "plain decoding"
         s = self.streams
@@ -180,10 +179,8 @@ class SlotLayout:
             )
 
     def variant(self, name: str) -> Variant | None:
-        """The variant with this name, or None."""
         return next((variant for variant in self.variants if variant.name == name), None)
 
 
 def read_layout(file: Path) -> SlotLayout:
-    """The layout in a file; raises ConfigError."""
     return load_strict(SlotLayout, read_json(file), str(file))

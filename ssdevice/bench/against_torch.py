@@ -47,9 +47,9 @@ class Agreement:
         """Share of tokens that agree or are near-ties; 1 if there are none."""
         return (self.agreeing + self.near_ties) / self.tokens if self.tokens else 1.0
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Any:
         """The comparison as ``verify --json`` writes it."""
-        return dict(to_json(self))
+        return to_json(self)
 
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
@@ -94,8 +94,7 @@ def agreement(
     """How many tokens the torch model would have chosen too, each after the bundle's own answer so far. ``app``: of the
     bundle; ``model``: its base and adapter, see ``reference_folder``."""
     rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, model)
-    tokens = agreeing = near_ties = 0
-    worst = 0.0
+    tokens, agreeing, near_ties, worst = 0, 0, 0, 0.0
     with rounded or nullcontext(), torch.no_grad():
         for prompt, answer in track(report, "torch reference", list(zip(prompts, answers, strict=True))):
             logits = main_logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]

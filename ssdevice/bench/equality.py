@@ -105,7 +105,6 @@ class Comparison:
 
     @property
     def ceiling(self) -> float:
-        """The largest allowed ``largest_change``."""
         return CEILINGS[self.precision]
 
     def add(self, number: int, mode: str, expected: Answer, found: Answer) -> None:

@@ -24,14 +24,13 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimd
 
 def instructions() -> list[str]:
     """Which of INSTRUCTIONS the CPU has; empty where Linux does not tell."""
-    flags = {flag for line in _cpuinfo() if line.startswith(("flags", "Features")) for flag in line.split()}
+    known = _cpuinfo()
+    flags = known.get("flags", known.get("Features", "")).split()
     return [name for name in INSTRUCTIONS if name in flags]
 
 
 def cpu_name() -> str:
-    """The processor as the system names it."""
-    names = (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
@@ -43,12 +42,12 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _cpuinfo() -> list[str]:
-    """The lines in which Linux describes its processors; none elsewhere."""
-    try:
-        return Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return []
+def _cpuinfo() -> dict[str, str]:
+    """What Linux says of its last processor, by name; nothing elsewhere."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,6 @@ def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
 
 
 def page(report: Json, command: Sequence[str]) -> str:
-    """The page as text."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters.update(words=_words, quartiles=quartiles)
     # The plain arm that others are compared with; None if nothing plain was measured.
@@ -261,7 +260,6 @@ def page(report: Json, command: Sequence[str]) -> str:
 
 
 def _words(name: str) -> str:
-    """The name of a mode or peer as a reader sees it."""
     return TITLES.get(name, name)
 
 

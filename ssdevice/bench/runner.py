@@ -170,7 +170,6 @@ class Measured:
 
     @property
     def ttft_ms(self) -> Spread:
-        """Median over prompts of the time to the first token."""
         return spread([median(a.prefill_seconds * 1e3 for a in answers) for answers in self.rounds])
 
     @property
@@ -206,7 +205,6 @@ class BenchResult:
 
     @property
     def baseline(self) -> Measured | None:
-        """The faster plain mode."""
         plain = [mode for name, mode in self.modes.items() if name not in (SPECULATIVE, ADAPTIVE)]
         return max(plain, key=lambda mode: mode.tokens_per_second.median, default=None)
 

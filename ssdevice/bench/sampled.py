@@ -68,7 +68,6 @@ class Sampled(Comparison):
         self.other_bits[mode] = self.other_bits.get(mode, 0) + sum(a != b for a, b in pairs)
 
     def faults(self) -> list[str]:
-        """What breaks the promise, one sentence each."""
         return [f"sampled, {fault}" for fault in super().faults()] + (self._bits() if self.exact else [])
 
     def _bits(self) -> list[str]:

@@ -68,7 +68,6 @@ class CostTable(Ruled):
         return load_strict(cls, read_json(file), str(file))
 
     def write(self, file: Path) -> None:
-        """Write the table as JSON."""
         write_json(file, to_json(self))
 
     def check(self, where: str, model: str, gamma: int, msa_layers: int) -> None:

@@ -62,12 +62,10 @@ class Bundle:
 
     @property
     def geometry(self) -> Geometry:
-        """The constants of the export."""
         return self.manifest.geometry
 
     @cached_property
     def functions(self) -> Mapping[str, FunctionSpec]:
-        """The bundle's functions by name."""
         return {spec.name: spec for spec in self.manifest.functions}
 
     def file(self, name: str) -> Path:

@@ -230,7 +230,6 @@ class Manifest(Ruled):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files together."""
         return sum(entry.size for entry in self.files.values())
 
     def check_files(self) -> None:

@@ -36,7 +36,6 @@ OTHER = "other"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice bench BUNDLE --data FILE``."""
     add = parser.add_argument
     opening.add_bundle(parser)
     add_measuring(parser)
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
-    """Declare what is measured and where the report goes."""
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
     add("--limit", type=opening.positive, metavar="N", help="the first N prompts")

@@ -18,7 +18,6 @@ from ssdevice.runtime.opened import tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice bundle sign | add-app | remove-app``."""
     # No defaults: one here would override the same option given before the action's name.
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")

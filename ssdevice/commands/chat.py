@@ -34,7 +34,6 @@ A message that begins with / is written with //. Ctrl-C ends an answer. Accepted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice chat BUNDLE``."""
     add = parser.add_argument
     add_bundle(parser)
     add("--system", metavar="TEXT", help="system message of the conversation")

@@ -40,7 +40,6 @@ Cast = tuple[Path, Path, str, Path, tuple[str, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice demo``."""
     add = parser.add_argument
     add("--smollm2", action="store_true", help="on SmolLM2-135M-Instruct and general questions (make demo-smollm2)")
     add("--model", type=Path, metavar="DIR", help="with --smollm2: its folder (default: made from its package, kept)")
@@ -123,7 +122,6 @@ def make_smollm2(folder: Path) -> None:
 
 
 def _packaged() -> Path:
-    """The package's GGUF file."""
     try:
         files = distribution(PACKAGE).files or []
     except PackageNotFoundError:
@@ -135,7 +133,6 @@ def _packaged() -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write ``gguf`` as a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig

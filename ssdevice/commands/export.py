@@ -21,7 +21,6 @@ from ssdevice.tree import FORMS, Tree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
     add("--adapter", action="append", default=[], metavar="[NAME=]DIR",

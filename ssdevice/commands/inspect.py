@@ -16,14 +16,12 @@ from ssdevice.text.tokenizer import TOKENIZER_ROLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice inspect BUNDLE``."""
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the bundle and print its contents."""
     bundle = Bundle.open(args.bundle)
     target = runtime_target(bundle.manifest.target)
     with needs_extra(target.extra):

@@ -11,7 +11,6 @@ from ssdevice.runtime.target import runtime_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--target``."""
     parser.add_argument(
         "--target", default=targets.DEFAULT, metavar="NAME", help=f"whose kernels (default {targets.DEFAULT})"
     )

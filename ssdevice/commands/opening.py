@@ -27,21 +27,18 @@ DEFAULT_QUANT = Precision.INT8.value
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
-    """Declare the bundle, the app and the signature."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
     parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its default app)")
     add_signature(parser)
 
 
 def add_signature(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--require-signature``."""
     parser.add_argument(
         "--require-signature", type=Path, metavar="PUBLIC.pem", help="refuse what this ed25519 key has not signed"
     )
 
 
 def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--adapter-precision``."""
     parser.add_argument(
         "--adapter-precision",
         choices=[precision.value for precision in PRECISIONS],
@@ -63,7 +60,6 @@ def named_folder(text: str, option: str = "") -> tuple[str, Path]:
 
 
 def add_threads(parser: argparse.ArgumentParser, what: str = "CPU threads") -> None:
-    """Declare ``--threads``."""
     threads = whole(0, MAX_THREADS)
     parser.add_argument("--threads", type=threads, default=0, metavar="N", help=f"{what} (default 0: all cores)")
 
@@ -81,7 +77,6 @@ def prepare_frameworks(threads: int = 0) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``engine_options``."""
     add_threads(parser)
     parser.add_argument(
         "--no-spinning",
@@ -114,7 +109,6 @@ def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
 
 
 def add_verify_at(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``verify_at``."""
     add = parser.add_argument_group("a model on a server").add_argument
     what = "this bundle drafts, and a server (serve --verify) chooses; while it is away, this bundle goes on alone"
     add("--verify-at", metavar="URL", help=what)

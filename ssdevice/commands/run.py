@@ -31,7 +31,6 @@ STDIN = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice run BUNDLE --prompt TEXT`` or ``--data FILE``."""
     add = parser.add_argument
     add_bundle(parser)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -81,17 +80,15 @@ def _answer(
     if args.trace:
         print(f"> {shown}")
         trace = Trace(session.tokenizer, session.engine.geometry.tree)
-        for step in runs:
+    for step in runs:
+        if args.trace:
             trace.show(step)
-    elif args.json:
-        for _ in runs:
-            pass
+        elif step.text and not args.json:
+            print(step.text, end="", flush=True)
+    if args.json:
         print(json.dumps(as_json(shown, session.last), ensure_ascii=False), flush=True)
         return
-    else:
-        for step in runs:
-            if step.text:
-                print(step.text, end="", flush=True)
+    if not args.trace:
         print()
     if not args.quiet:
         print(summary(session.last), file=sys.stderr)

@@ -56,7 +56,6 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``sampling_of``."""
     group = parser.add_argument_group(
         "choice of tokens",
         "for bundles that were exported with --choose host. Without these options the likeliest token is chosen; once "

@@ -17,7 +17,6 @@ WAITING, DEVICES = 16, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice serve``."""
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="bundle folder; its apps are the names of models")
     add_signature(parser)
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted."""
     key, local = key_in(args.key_file, "--key-file"), _is_loopback(args.host)
     if key is None and not local:
         raise InputError(f"--host {args.host}: a server that others can reach needs --key-file")

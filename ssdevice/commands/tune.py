@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ WIDTH = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice tune BUNDLE --data FILE``, or ``--model DIR --adapter NAME=DIR`` in place of the bundle."""
     add = parser.add_argument
     add("bundle", type=Path, nargs="?", metavar="BUNDLE", help="bundle folder")
     add("--app", metavar="NAME", help="app of the bundle (default: its default app)")
@@ -167,15 +167,10 @@ def _trials(
 
 def _tree(gamma: int, size: int) -> Tree:
     """A tree of ``size`` nodes, or all there are: the best candidate of each stream, then more from the first on."""
-    chain = [[0] * depth for depth in range(1, gamma + 1)]
-    wide = [[rank] for rank in range(1, WIDTH)]
-    level = [[rank] for rank in range(WIDTH)]
-    for _ in range(1, gamma):
-        level = [[*path, rank] for path in level for rank in range(WIDTH)]
-        wide += [path for path in level if any(path)]
-        if len(wide) >= size:
-            break
-    return Tree.of([*chain, *wide][: size - 1])
+    depths = range(1, gamma + 1)
+    best = ((0,) * depth for depth in depths)
+    others = (path for depth in depths for path in product(range(WIDTH), repeat=depth) if any(path))
+    return Tree.of(islice(chain(best, others), size - 1))
 
 
 def _sizes(text: str) -> list[int]:

@@ -45,7 +45,6 @@ PROMPTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice verify BUNDLE``."""
     add = parser.add_argument
     opening.add_bundle(parser)
     add("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
@@ -93,7 +92,6 @@ class _Checks:
         self.faults: list[str] = []
 
     def add(self, key: str, result: Comparison | Agreement) -> None:
-        """Add what a comparison found."""
         self.found[key] = result.as_json()
         self.faults += result.faults()
 

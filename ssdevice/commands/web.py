@@ -58,7 +58,6 @@ Site = Mapping[str, Path]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``ssdevice web``."""
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="folder of an ONNX bundle, INT8 or FP32")
     add_signature(parser)

@@ -144,7 +144,6 @@ def _block(function: Function, operation: Operation) -> int | None:
 
 
 def _warn(function: Function, found: Warnings) -> None:
-    """Enter the known problems of a function."""
     name = function.name
     wide, blocks = Counter[str](), Counter[str]()
     for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):

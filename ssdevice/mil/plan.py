@@ -154,7 +154,6 @@ class Compiler:
         )
 
     def _sources(self, operation: Operation, kernel: Kernel) -> list[str]:
-        """The operands in order."""
         sources: list[str] = []
         for operand in kernel.operands:
             name = operand.rstrip("?*")

@@ -109,6 +109,8 @@ class Program:
     def _input(self, array: Array, kind: TensorType) -> Array:
         """An input in the form that kernels take. Raises InputError for values that its type does not hold."""
         assert kind.dtype is not None
+        if array.size != kind.count:
+            raise InputError(f"an input has {array.size} values, the program takes {list(kind.shape)}")
         value = array.astype(kind.dtype.held).reshape(kind.shape)
         if kind.dtype.floating:
             return round_half(value) if kind.dtype.name == "float16" and self.precision == FP16 else value

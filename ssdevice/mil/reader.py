@@ -121,7 +121,6 @@ class Package:
         return decode(self._stored(value), value.type.dtype, value.type.count).reshape(value.type.shape)
 
     def stored_bytes(self, value: Value) -> int:
-        """Bytes a constant takes in the weight file."""
         return self._stored(value).nbytes
 
     def _stored(self, value: Value) -> Array:

@@ -47,7 +47,6 @@ class TensorType:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

@@ -107,7 +107,6 @@ class Backbone(nn.Module):
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
         config = self.config
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
@@ -176,7 +175,6 @@ class Backbone(nn.Module):
         return window
 
     def windows(self) -> set[int | None]:
-        """The attention windows of all layers."""
         return {self.window(i) for i in range(len(self.layers))}
 
     def masks(self, visible: Callable[[int | None], Tensor]) -> Masks:

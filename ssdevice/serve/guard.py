@@ -69,7 +69,6 @@ class Refusal(SSDeviceError):
 
     @property
     def response(self) -> Response:
-        """The HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 

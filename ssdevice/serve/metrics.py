@@ -30,13 +30,11 @@ class Metrics:
         self.statuses: Counter[int] = Counter()
 
     def count(self, answer: Generation) -> None:
-        """Count an answer that has ended."""
         for name, (_, value) in COUNTERS.items():
             self.sums[name] += value(answer)
 
     @property
     def mean_seconds(self) -> float:
-        """Of an answer."""
         return (self.sums["prefill_seconds"] + self.sums["decode_seconds"]) / max(1, self.sums["answers"])
 
     def text(self, pending: int) -> str:

@@ -45,7 +45,6 @@ class Frame:
     trim: Trim = Trim.NONE
 
     def around(self, content: str) -> str:
-        """The text of a message."""
         return self.before + TRIMMED[self.trim](content) + self.after
 
 

@@ -70,7 +70,6 @@ class Chat:
         return self.then(USER, prompt)
 
     def then(self, role: str, content: str) -> Chat:
-        """With a further message."""
         return replace(self, messages=(*self.messages, {"role": role, "content": content}))
 
     @property

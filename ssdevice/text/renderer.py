@@ -82,7 +82,6 @@ class Renderer:
         return self._process
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -112,7 +112,6 @@ class ChatTokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
         return self.chat.stop_ids
 
     def prompt_ids(
@@ -226,7 +225,6 @@ class ChatTokenizer:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stream(self) -> TextStream:
-        """A new TextStream over this tokenizer."""
         return TextStream(self._texts)
 
     def output(self, stops: Sequence[str] = ()) -> TextOutput:

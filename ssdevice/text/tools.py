@@ -211,7 +211,6 @@ def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}

@@ -25,7 +25,6 @@ class Batch(NamedTuple):
     lengths: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on another device."""
         return Batch(*(tensor.to(device) for tensor in self))
 
 

@@ -80,5 +80,4 @@ def load(folder: Path) -> State | None:
 
 
 def remove(folder: Path) -> None:
-    """Delete the checkpoint of a finished run."""
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)

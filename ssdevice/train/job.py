@@ -51,15 +51,12 @@ class Place:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """This process's share of the items."""
         return list(items[self.rank :: self.world])
 
     def wait(self) -> None:
-        """Wait for all processes."""
         self.state.wait_for_everyone()
 
     def leave(self) -> None:
-        """Leave the group of processes."""
         if self.world > 1:
             self.state.destroy_process_group()
 

@@ -35,7 +35,6 @@ class Moments:
 
     @property
     def nodes(self) -> int:
-        """How many nodes were added."""
         return int(self.xx[-1, -1])
 
     @torch.no_grad()
