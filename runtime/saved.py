@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice import arguments, strict_json
-from ssdevice.adapters.safetensors_file import read_tensors, write_tensors
+from ssdevice.adapters.storage import read_tensors, write_tensors
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.integrity import manifest_bytes
 from ssdevice.bundle.staging import Stage, disk_errors

@@ -22,7 +22,7 @@ from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, Canc
 from ssdevice.runtime.opened import OpenBundle
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
-from ssdevice.runtime.structure.grammar import open_grammar
+from ssdevice.runtime.sampling.structure import open_grammar
 from ssdevice.text.messages import ASSISTANT, ERROR, Chat, fitting, requested
 from ssdevice.text.tokenizer import ChatTokenizer
 

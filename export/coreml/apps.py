@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ssdevice.export.app_functions import Names
-from ssdevice.mil.audit import places
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import BlobRef
 from ssdevice.model.step import StreamModel
@@ -32,7 +31,7 @@ def growth(
     users: dict[BlobRef, set[str]] = {}
     sizes: dict[BlobRef, int] = {}
     for name, function in package.functions.items():
-        for place, size in places(package, function).items():
+        for place, size in package.places(function).items():
             users.setdefault(place, set()).add(name)
             sizes[place] = size
     found = {}

@@ -62,14 +62,9 @@ class CoreMLShown:
 
     def _products(self, function: str) -> list[tuple[str, str, str]]:
         """(weight, rows, result) of every linear, in order."""
-        weights: dict[str, str] = {}
-        marks = []
-        for operation in self.program.package.function(function).operations:
-            key = weight_key(operation.kind, operation.output)
-            if key is not None:
-                weights[operation.output] = key if SHORT.fullmatch(key) else short_name(key)
-            elif operation.kind == "linear":
-                source, weight = operation.inputs["x"][0], operation.inputs["weight"][0]
-                if isinstance(source, str) and isinstance(weight, str) and weight in weights:
-                    marks.append((weights[weight], source, operation.output))
-        return marks
+        found = self.program.package.function(function)
+        keys = {name: key for name, kind in found.makers.items() if (key := weight_key(kind, name)) is not None}
+        weights = {name: key if SHORT.fullmatch(key) else short_name(key) for name, key in keys.items()}
+        linears = [operation for operation in found.operations if operation.kind == "linear"]
+        pairs = [(operation.inputs["x"][0], operation.inputs["weight"][0], operation.output) for operation in linears]
+        return [(weights[weight], source, result) for source, weight, result in pairs if weight in weights]

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ssdevice.adapters.safetensors_file import write_tensors
 from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE
+from ssdevice.adapters.storage import write_tensors
 from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import App
 from ssdevice.config import Schedule

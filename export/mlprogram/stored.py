@@ -118,9 +118,9 @@ def decompressed(program: Program, functions: Collection[str]) -> dict[str, Arra
     found: dict[str, Array] = {}
     for name in functions:
         constants = program.plan(name).constants
-        for operation in program.package.function(name).operations:
-            key = weight_key(operation.kind, operation.output)
-            array = constants.get(operation.output) if key is not None else None
+        for output, kind in program.package.function(name).makers.items():
+            key = weight_key(kind, output)
+            array = constants.get(output)
             if key is not None and array is not None and array.ndim == 2:
                 found.setdefault(key, array)
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import onnx.parser
 import onnx_ir as ir
 
-from ssdevice.adapters.weights import LEVELS
+from ssdevice.adapters.storage import LEVELS
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.model.attention import MASKED
 from ssdevice.runtime.onnx import kernels

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ssdevice.adapters.weights import int8_factors
+from ssdevice.adapters.storage import int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
 from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
 from ssdevice.export.onnx.functions import BLOCK

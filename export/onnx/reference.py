@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdevice.adapters.weights import LEVELS
+from ssdevice.adapters.storage import LEVELS
 from ssdevice.export.onnx.functions import BLOCK
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import Int4Weight, Int8Weight

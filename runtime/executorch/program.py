@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.adapters.safetensors_file import read_tensors
-from ssdevice.adapters.storage import restored
+from ssdevice.adapters.storage import read_tensors, restored
 from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry, TensorSpec
 from ssdevice.errors import BundleError, InputError, first_line, needs_extra

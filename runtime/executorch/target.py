@@ -27,7 +27,7 @@ class ExecutorchTarget(RuntimeTarget):
         return ExecutorchEngine.of(bundle, app, options)
 
     def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
-        from ssdevice.adapters.safetensors_file import write_tensors
+        from ssdevice.adapters.storage import write_tensors
         from ssdevice.runtime.executorch.engine import ADAPTER_FILE
 
         return ADAPTER_FILE, write_tensors

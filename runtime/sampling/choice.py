@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from ctypes import c_double, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice.errors import BundleError, InputError
-from ssdevice.runtime.sampling.compiled import Compiled
 from ssdevice.runtime.sampling.noise import Integers, Scores, sample, sample_all
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.processors import Processors
-from ssdevice.runtime.structure.grammar import Grammar
+from ssdevice.runtime.sampling.structure import Grammar
 from ssdevice.tree import Tree
 
 
@@ -36,6 +37,29 @@ NEAR = 1e-5
 """More than rounding changes of a score or a probability."""
 MUCH = 1e4
 """More surprise than that of any possible token."""
+
+
+class Compiled:
+    """The choice of a token by the kernels' library (``native``), for one answer; rows are contiguous in memory.
+
+    It agrees with NumPy here, except perhaps for scores or sums closer than 1e-12.
+    """
+
+    def __init__(self, library: Any, s: Sampling) -> None:
+        self._choose, self._log_total = library.ssdevice_choose, library.ssdevice_log_total
+        self._choose.argtypes = [c_void_p, c_int64, *4 * [c_double], c_int64, c_uint64, c_int64]
+        self._log_total.argtypes, self._log_total.restype = [c_void_p, c_int64, c_void_p, c_int64], c_double
+        whole = s.temperature, 1.0, 0.0, 1.0, 0, s.seed
+        self._draws = whole, (s.temperature, s.top_p, s.min_p, s.typical_p, s.top_k, s.seed)
+
+    def choose(self, scores: Scores, position: int, truncated: bool = True) -> int:
+        """The token at a position from processed logits ``[V]``; negative if they have none, or are not numbers."""
+        return int(self._choose(scores.ctypes.data, len(scores), *self._draws[truncated], position))
+
+    def log_total(self, logits: Scores, count: int) -> tuple[float, list[int]]:
+        """The logarithm of the sum of ``exp(logits [V])``, and the likeliest ``ids [count]``, ties to the lowest."""
+        ids = np.zeros(count, np.int32)
+        return self._log_total(logits.ctypes.data, len(logits), ids.ctypes.data, count), ids.tolist()
 
 
 class Chooser:

@@ -11,7 +11,7 @@ from ssdevice.bundle.sampling import MOST, ModelSampling
 from ssdevice.errors import InputError
 from ssdevice.rules import Rule, Ruled, within
 from ssdevice.runtime.sampling.noise import SEEDS, Scores
-from ssdevice.runtime.structure.options import Structure
+from ssdevice.runtime.sampling.structure import Structure
 
 Processor = Callable[[Sequence[int], Scores], Scores]
 """``(ids, scores [V]) -> scores [V]``, after all other processors and before the temperature; see ``Sampling``."""

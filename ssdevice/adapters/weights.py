@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ssdevice.adapters.safetensors_file import read_floats
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, WEIGHTS, AdapterFolder
 from ssdevice.adapters.slots import Slot, SlotKind, Variant
+from ssdevice.adapters.storage import Array, Floats, int8_factors, read_floats
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
 
-Array = NDArray[Any]
-LEVELS = 127.0
-"""Largest code of an int8 weight."""
-PAIR_LEVELS = 127.5
-"""Largest sum of the codes of two neighbours before rounding, 128 after it: see ``int8_factors``."""
-COLUMNS = 4096
-"""How many columns are quantized at a time."""
 PEFT_PREFIX = "base_model.model."
 TOKEN = SlotKind.STREAM, "token"
 """The factors of g (``StreamConfig.token_rank``), which has outputs for every stream."""
@@ -80,15 +72,15 @@ def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
 class Factors:
     """``down [r, inputs]`` and ``up [outputs, r]`` of one linear; ``up`` includes the scaling."""
 
-    down: NDArray[np.float32]
-    up: NDArray[np.float32]
+    down: Floats
+    up: Floats
 
 
 @dataclass(frozen=True)
 class AdapterWeights(AdapterFolder):
     """An adapter folder and its weights. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
 
-    identifiers: NDArray[np.float32] | None = None
+    identifiers: Floats | None = None
     factors: dict[tuple[SlotKind, str], Factors] = field(default_factory=dict)
 
     @classmethod
@@ -129,56 +121,13 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
     return tensors
 
 
-def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> NDArray[np.float32]:
+def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> Floats:
     """The first γ stream identifiers ``[γ, hidden]``. Raises InputError if the adapter has none of this shape."""
     found = weights.identifiers
     if found is None or found.ndim != 2 or len(found) < gamma or found.shape[1] != hidden:
         shape = None if found is None else list(found.shape)
         raise InputError(f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]")
     return found[:gamma]
-
-
-def int8_columns(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """The nearest int8 codes of ``weight [.., K, N]`` and their scales ``[.., N]``; a column of zeros gets scale 1."""
-    return _int8(weight, lambda columns: _peak(columns) / np.float32(LEVELS))
-
-
-def int8_factors(weight: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU.
-
-    x86 without VNNI adds the products of two neighbouring weights with inputs of 0..255 in 16 bits (``vpmaddubsw``),
-    which saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128.
-    """
-    paired = weight.shape[-2] // 2 * 2
-
-    def scale(columns: Array) -> NDArray[np.float32]:
-        sums = columns[..., 0:paired:2, :] + columns[..., 1:paired:2, :]  # opposite signs never exceed a single weight
-        wanted = np.maximum(_peak(columns) / np.float32(LEVELS), _peak(sums) / np.float32(PAIR_LEVELS))
-        return np.asarray(wanted, np.float32)
-
-    return _int8(weight, scale)
-
-
-def _peak(weight: Array) -> NDArray[np.float32]:
-    """The largest magnitude in each column, ``[.., N]``."""
-    most, least = weight.max(axis=-2, initial=0), weight.min(axis=-2, initial=0)
-    return np.asarray(np.maximum(most, -least), np.float32)
-
-
-def _int8(
-    weight: Array, scale_of: Callable[[Array], NDArray[np.float32]]
-) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Codes and scales, made from a part of the columns at a time: embeddings are large."""
-    codes = np.empty_like(weight, np.int8)
-    scales = np.empty((*weight.shape[:-2], weight.shape[-1]), np.float32)
-    for at in range(0, weight.shape[-1], COLUMNS):
-        columns = weight[..., at : at + COLUMNS]
-        scale = scale_of(columns)
-        scale = np.where(scale > 0, scale, np.float32(1))
-        levels = np.rint(columns / scale[..., None, :])
-        codes[..., at : at + COLUMNS] = np.clip(levels, -LEVELS, LEVELS, out=levels)
-        scales[..., at : at + COLUMNS] = scale
-    return codes, scales
 
 
 def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]) -> dict[str, Array]:

@@ -27,8 +27,7 @@ from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE, Advance, plain, speculative
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
-from ssdevice.runtime.structure.grammar import open_grammar
-from ssdevice.runtime.structure.options import Structure
+from ssdevice.runtime.sampling.structure import Structure, open_grammar
 from ssdevice.text.tokenizer import ChatTokenizer
 
 SAMPLERS = (

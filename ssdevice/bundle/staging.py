@@ -1,8 +1,7 @@
 """Files and folders that appear whole or not at all, whatever interrupts the writer.
 
-A writer works beside the destination, in ``.NAME.ssdevice-PID-RANDOM.tmp``, under a lock that ends with the process,
-and renames once at the end. The next writer of the same destination removes what a killed one left, which it recognises
-by its name and its free lock.
+A writer works beside the destination, in ``.NAME.ssdevice.tmp``, under a lock that ends with the process, and renames
+once at the end. What a killed writer left is removed by the next writer of the same destination.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import shutil
 import stat
 import sys
@@ -25,8 +23,7 @@ from ssdevice.errors import InputError, SSDeviceError
 if sys.platform != "win32":
     import fcntl
 
-MARK = ".ssdevice-"
-SUFFIX, OLD = ".tmp", ".old"
+MARK = ".ssdevice" if sys.platform != "win32" else f".ssdevice-{os.getpid()}"  # without locks names must differ
 FULL = {errno.ENOSPC, errno.EDQUOT}
 NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
 """What libraries say of a full disk that write from native code: safetensors, and coremltools, which knows no more."""
@@ -68,12 +65,40 @@ class Stage:
 
     def __init__(self, out: Path, *, folder: bool) -> None:
         self.out = Path(os.path.abspath(out))
+        self.path, self._aside = (self.out.with_name(f".{self.out.name}{MARK}{end}") for end in (".tmp", ".old"))
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self.out)
-            self.path, self._lock = _create(self.out, folder)
+            self._lock = self._claim(folder)
+            if self._aside.exists():  # a writer was killed while it replaced a folder
+                if self.out.exists():
+                    _remove(self._aside)
+                else:
+                    self._aside.rename(self.out)
         except OSError as error:
             raise InputError(f"{self.out.parent}: cannot write here ({error.strerror})") from error
+
+    def _claim(self, folder: bool) -> int:
+        """Make ``path``, after removing what a killed writer left there, and return the handle that locks it."""
+        while True:
+            fresh = True
+            try:
+                self.path.mkdir() if folder else self.path.touch(exist_ok=False)
+            except FileExistsError:
+                fresh = False
+            try:
+                lock = lock_path(self.path, wait=False, needed=not fresh)
+            except BlockingIOError:
+                raise InputError(
+                    f"another process is writing {self.out}; wait for it, or choose another name"
+                ) from None
+            except FileNotFoundError:
+                continue  # its writer has just finished
+            mine = sys.platform == "win32" or _is_open(self.path, lock)
+            if fresh and mine:
+                return lock
+            if mine:
+                _remove(self.path)
+            os.close(lock)
 
     def publish(self, *, replace: bool) -> None:
         """Rename the work to ``out``, with ``replace`` instead of what is there.
@@ -87,7 +112,9 @@ class Stage:
         try:
             if replace and self.out.is_dir():
                 self.path.chmod(stat.S_IMODE(self.out.stat().st_mode))  # a private folder stays private
-                self._replace_folder()
+                os.rename(self.out, self._aside)
+                os.rename(self.path, self.out)
+                _remove(self._aside)
             else:
                 (os.replace if replace else os.rename)(self.path, self.out)
         except OSError as error:
@@ -96,19 +123,10 @@ class Stage:
             raise
         _sync(self.out.parent)
 
-    def _replace_folder(self) -> None:
-        aside = self.out.parent / f"{_prefix(self.out)}{os.getpid()}-{secrets.token_hex(4)}{OLD}"
-        lock = lock_path(self.out)  # so that no other writer takes `aside` for abandoned
-        try:
-            os.rename(self.out, aside)
-            os.rename(self.path, self.out)
-            _remove(aside)
-        finally:
-            os.close(lock)
-
     def close(self) -> None:
         """Remove what was not published and release the lock."""
-        _remove(self.path)
+        if sys.platform == "win32" or _is_open(self.path, self._lock):
+            _remove(self.path)
         os.close(self._lock)
 
 
@@ -159,68 +177,29 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _prefix(out: Path) -> str:
-    return f".{out.name}{MARK}"
+def lock_path(path: Path, *, wait: bool = True, needed: bool = False) -> int:
+    """A handle that locks a file or folder until it is closed or the process ends.
 
-
-def _create(out: Path, folder: bool) -> tuple[Path, int]:
-    """A new folder or file, and the handle that locks it."""
-    while True:
-        path = out.parent / f"{_prefix(out)}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
-        if folder:
-            path.mkdir()
-        else:
-            path.touch(exist_ok=False)
-        try:
-            lock = lock_path(path)
-        except FileNotFoundError:
-            continue  # another writer removed it as abandoned before it was locked
-        if path.exists():
-            return path, lock
-        os.close(lock)
-
-
-def lock_path(path: Path, *, wait: bool = True) -> int:
-    """A handle that locks a file or folder until it is closed or the process ends; without effect on systems without
-    locks. Raises BlockingIOError if another process has the lock and ``wait`` is False."""
+    Raises BlockingIOError if another process holds it and ``wait`` is False. Systems without locks lock nothing, or
+    raise OSError if one is ``needed``.
+    """
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        os.close(handle)
-        raise
-    except OSError:  # a file system without locks
-        pass
+    except OSError as error:
+        if needed or isinstance(error, BlockingIOError):
+            os.close(handle)
+            raise
     return handle
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Remove what killed writers of ``out`` left, and restore what they had moved aside."""
-    if sys.platform == "win32":
-        return  # without locks nobody knows whether a writer is alive; the folders are only untidy
-    for path in out.parent.iterdir():
-        if not path.name.startswith(_prefix(out)) or not path.name.endswith((SUFFIX, OLD)) or path.is_symlink():
-            continue
-        try:
-            lock = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue  # gone, or not ours to open
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise InputError(f"another process is writing {out}; wait for it, or choose another name") from None
-        except OSError:
-            os.close(lock)
-            continue  # a file system without locks
-        with contextlib.suppress(OSError):  # what cannot be removed is only untidy
-            if path.name.endswith(OLD) and not os.path.lexists(out):
-                os.rename(path, out)
-            else:
-                _remove(path)
-        os.close(lock)
+def _is_open(path: Path, handle: int) -> bool:
+    """Whether a path still is the file that was opened as ``handle``, not renamed or removed meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    return False
 
 
 def _remove(path: Path) -> None:

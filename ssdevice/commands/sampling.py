@@ -14,7 +14,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.commands.opening import add_engine, add_verify_at, positive, refuse_ignored
 from ssdevice.errors import InputError, reading
 from ssdevice.runtime.sampling.options import DRAWING, Sampling
-from ssdevice.runtime.structure.options import Structure
+from ssdevice.runtime.sampling.structure import Structure
 
 HELP = {
     "temperature": (float, "0 chooses the likeliest token; above, tokens are sampled"),

@@ -1,7 +1,7 @@
 """What a package holds, without running it: operations, weights by format, states, and known problems.
 
-Warnings are about devices that this machine does not have. Each names its source, which may concern another chip or
-system than yours: it says what to measure there, and is no verdict.
+Warnings are about devices this machine does not have, and each names its source. A report may concern another chip or
+system than yours, so a warning says what to measure there; it is not a verdict.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from ssdevice.mil.reader import Package
-from ssdevice.mil.schema import CONST, BlobRef, Function, Operation, TensorType, Value
+from ssdevice.mil.schema import BlobRef, Function, Operation, TensorType
 
 MAX_QUERY_ROWS = 16
 STATE_MULTIPLE = 32
@@ -42,17 +42,18 @@ def audit(package: Package) -> dict[str, Any]:
     """A package as plain values. Raises BundleError if a weight cannot be found.
 
     ``functions``: by name the number of ``operations``, ``kinds`` with their counts, query ``rows`` of the largest
-    attention (for a step its tree and streams), and bytes of the ``weights`` that it reads. ``weights``: by ``form``,
-    such as "float16" or "int4, blocks of 32", the number of ``tensors`` and ``bytes`` on disk. ``memory``: bytes of all
-    weights, each counted once, of all states, and both together. ``warnings``: see ``Warnings``.
+    attention (for a step its tree and streams), and bytes of the ``weights`` that it reads, which it takes if functions
+    are loaded without sharing. ``weights``: by ``form``, such as "float16" or "int4, blocks of 32", the number of
+    ``tensors`` and ``bytes`` on disk. ``memory``: bytes of all weights, each counted once, of all states, and both
+    together. ``warnings``: see ``Warnings``.
     """
     functions, warnings = dict[str, Any](), Warnings()
     states: dict[str, TensorType] = {}
     for name, function in package.functions.items():
-        kinds = Counter(operation.kind for operation in function.operations if operation.kind != CONST)
+        kinds = Counter(operation.kind for operation in function.operations)
         states.update((state, kind) for state, kind in function.inputs if kind.state)
         rows = max((_query_rows(operation) for operation in function.operations), default=0)
-        loaded = sum(places(package, function).values())
+        loaded = sum(package.places(function).values())
         counts = {"operations": kinds.total(), "kinds": dict(kinds.most_common())}
         functions[name] = {**counts, "rows": rows, "weights": loaded}
         _warn(function, warnings)
@@ -73,37 +74,27 @@ def audit(package: Package) -> dict[str, Any]:
     }
 
 
-def places(package: Package, function: Function) -> dict[BlobRef, int]:
-    """Bytes of the weights that a function reads, by their place in the weight files."""
-    return {
-        value.data: package.stored_bytes(value)
-        for value in function.constants.values()
-        if isinstance(value.data, BlobRef)
-    }
-
-
 def _bytes(kind: TensorType) -> int:
-    return 0 if kind.dtype is None else -(-kind.count * kind.dtype.bits // 8)
+    return 0 if kind.dtype is None else kind.dtype.bytes(kind.count)
 
 
 def _weights(package: Package) -> list[dict[str, Any]]:
     """Every place in the weight files once, under the format of the weight it belongs to."""
     forms: dict[BlobRef, str] = {}
-    sizes: dict[BlobRef, int] = {}
-    main: set[BlobRef] = set()  # the data of compressed weights, without their scales, offsets and tables
+    main: set[BlobRef] = set()  # without the scales, offsets and tables of compressed weights
     for function in package.functions.values():
-        sizes |= places(package, function)
         for operation in function.operations:
             for name in operation.inputs if operation.kind in DATA else ():
-                value = _stored(function, operation, name)
+                value = function.constant(operation, name)
                 if value is not None and isinstance(value.data, BlobRef):
                     forms[value.data] = _form(function, operation)
                     main |= {value.data} if name == DATA[operation.kind] else set()
-        # What compressed weights refer to is not counted as a plain constant, even if one has the same bytes.
+    for function in package.functions.values():
         for value in function.constants.values():
             if isinstance(value.data, BlobRef) and value.type.dtype is not None and value.data not in forms:
                 forms[value.data] = value.type.dtype.name
                 main.add(value.data)
+    sizes = {place: size for function in package.functions.values() for place, size in package.places(function).items()}
     return [
         {
             "form": name,
@@ -114,15 +105,9 @@ def _weights(package: Package) -> list[dict[str, Any]]:
     ]
 
 
-def _stored(function: Function, operation: Operation, name: str) -> Value | None:
-    """The constant that is a parameter of an operation; None if it has none."""
-    arguments = operation.inputs.get(name, ())
-    return function.constants.get(arguments[0]) if len(arguments) == 1 else None
-
-
 def _form(function: Function, operation: Operation) -> str:
     """The format of a compressed weight in words."""
-    data = _stored(function, operation, DATA[operation.kind])
+    data = function.constant(operation, DATA[operation.kind])
     dtype = data.type.dtype.name if data is not None and data.type.dtype is not None else "values"
     if operation.kind == PALETTE:
         return f"palette of {dtype} indices"
@@ -132,18 +117,15 @@ def _form(function: Function, operation: Operation) -> str:
 
 def _block(function: Function, operation: Operation) -> int | None:
     """Block size along the input axis, None if a channel has a single scale."""
-    data, scale = _stored(function, operation, "data"), _stored(function, operation, "scale")
+    data, scale = function.constant(operation, "data"), function.constant(operation, "scale")
     if data is None or scale is None:
         return None
-    split = [
-        size // scales
-        for size, scales in zip(data.type.shape, scale.type.shape, strict=False)
-        if scales not in (0, 1, size)
-    ]
-    return min(split) if split else None
+    pairs = zip(data.type.shape, scale.type.shape, strict=False)
+    return min((size // scales for size, scales in pairs if scales not in (0, 1, size)), default=None)
 
 
 def _warn(function: Function, found: Warnings) -> None:
+    """Enter the known problems of a function."""
     name = function.name
     wide, blocks = Counter[str](), Counter[str]()
     for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):
@@ -153,8 +135,8 @@ def _warn(function: Function, found: Warnings) -> None:
     for operation in function.operations:
         if operation.kind == BLOCKWISE and _block(function, operation) is not None:
             blocks[_form(function, operation)] += 1
-        bounds = [one for side in ("begin", "end") for one in operation.inputs.get(side, ())]
-        if operation.kind == "slice_update" and not function.constants.keys() >= {*bounds}:
+        offsets = [function.constant(operation, side) for side in ("begin", "end")]
+        if operation.kind == "slice_update" and None in offsets:
             text = "slice_update at a run-time offset: loading can crash (write by mask or scatter instead)"
             found.add("runtime-offset", name, operation.output, text, OFFSETS)
         if (rows := _query_rows(operation)) > MAX_QUERY_ROWS:
@@ -163,7 +145,7 @@ def _warn(function: Function, found: Warnings) -> None:
         if operation.kind == "reduce_argmax":
             text = "the index that wins a tie is not specified; here it is the lowest"
             found.add("argmax-ties", name, operation.output, text, MIL)
-        if operation.kind not in (CONST, "cast", *DATA):
+        if operation.kind not in ("cast", *DATA):
             wide.update(kind.dtype.name for _, kind in operation.outputs if kind.dtype and kind.dtype.name == "float32")
     for form, count in blocks.items():
         text = f"{count} weights are {form}, which suits the GPU; the Neural Engine wants one scale per channel"

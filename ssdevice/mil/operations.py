@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ssdevice.errors import SSDeviceError
-from ssdevice.mil.dtypes import BY_NAME, Array
+from ssdevice.mil.weights import BY_NAME, Array
 
 Tensor: TypeAlias = Any  # what kernels compute with: an array, or NumPy's scalar where the rank is 0
 Function = Callable[..., Any]

@@ -14,28 +14,76 @@ What a run proves depends on the precision:
 Neither shows what a device's runtime does inside an operation: the order and width of its sums, which operations
 it fuses or splits, how it approximates exp or tanh, and what runs on the Neural Engine. Equal tokens here do not
 promise equal bits there.
+
+A function is compiled to a flat list of steps; values are dropped after their last use. A step calls a kernel on named
+values and stores the results by name. No kernel writes into its operands, so values may share memory. A state is a name
+for a value; writing it gives the name another value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ssdevice.errors import InputError
-from ssdevice.mil.dtypes import Array
-from ssdevice.mil.operations import ExecutionError
-from ssdevice.mil.plan import FP16, PRECISIONS, Compiler, ConstantPool, Plan, check_type, round_half
+from ssdevice.mil.operations import KERNELS, Constant, ExecutionError, Kernel, UnsupportedOpError, plain
 from ssdevice.mil.reader import Package
-from ssdevice.mil.schema import Operation, TensorType
+from ssdevice.mil.schema import Function, Operation, TensorType, Value
+from ssdevice.mil.weights import Array
 
+FP16 = "fp16"
+FP32 = "fp32"
+PRECISIONS = (FP16, FP32)
+
+READ_STATE, WRITE_STATE = "read_state", "write_state"
+SAME = Kernel(lambda value: value, (), frozenset(), exact=True)
+FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, ExecutionError)
+"""What kernels raise for values that do not fit."""
 Observer = Callable[[Operation, tuple[Array, ...]], None]
-_FAILURES = (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError, ExecutionError)
-
-
 State = dict[str, Array]
 """The states of a program between runs by name, zero at first. Floating-point states are held as float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call: ``kernel`` takes the values ``reads`` and constant ``parameters``, and gives ``writes``.
+
+    ``rounds``: whether float16 results are rounded. ``frees``: names that are dropped afterwards.
+    """
+
+    operation: Operation
+    kernel: Kernel
+    reads: tuple[str, ...]
+    parameters: dict[str, Any]
+    writes: tuple[tuple[str, TensorType], ...]
+    rounds: bool
+    frees: tuple[str, ...] = ()
+
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """The results in their declared types, floats as float32."""
+        if self.kernel.sums:
+            operands = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
+        result = self.kernel.function(*operands, **self.parameters)
+        results = result if len(self.writes) > 1 else (result,)
+        return [self._typed(value, kind) for value, (_, kind) in zip(results, self.writes, strict=True)]
+
+    def _typed(self, value: Any, kind: TensorType) -> Any:
+        assert kind.dtype is not None
+        if self.rounds and kind.dtype.name == "float16":
+            return round_half(value)
+        return value if value.dtype == kind.dtype.held else value.astype(kind.dtype.held)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A compiled function. ``constants``: those that it reads and decompressed weights, floats as float32."""
+
+    function: Function
+    steps: tuple[Step, ...]
+    constants: dict[str, Array]
 
 
 class Program:
@@ -46,7 +94,7 @@ class Program:
             raise InputError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}")
         self.package, self.path = package, package.path
         self.precision = precision
-        self._pool = ConstantPool(package)
+        self._shared: dict[Hashable, Array] = {}
         self._plans: dict[str, Plan] = {}
         self._checked: set[str] = set()
 
@@ -54,7 +102,7 @@ class Program:
         """The compiled function. Raises UnsupportedOpError for an operation without a kernel."""
         if function not in self._plans:
             with np.errstate(all="ignore"):
-                compiler = Compiler(self.package.function(function), self._pool, self.precision)
+                compiler = _Compiler(self.package.function(function), self.package, self._shared, self.precision)
                 self._plans[function] = compiler.compile()
         return self._plans[function]
 
@@ -82,29 +130,27 @@ class Program:
         for name, kind in plan.function.inputs:
             if not kind.state:
                 values[name] = self._input(np.asarray(inputs[name]), kind)
-        check = function not in self._checked
-        step = None
-        try:
-            with np.errstate(all="ignore"):
-                for step in plan.steps:
-                    result = step.run(*[values[name] for name in step.reads])
-                    values.update(zip(step.writes, result if len(step.writes) > 1 else (result,), strict=True))
-                    outputs = step.operation.outputs
-                    if check:
-                        for name, kind in outputs:
-                            check_type(values[name], kind, f"output {name!r}")
-                    if observe is not None:
-                        observe(step.operation, tuple(np.asarray(values[name]) for name, _ in outputs))
-                    for name in step.frees:
-                        del values[name]
-        except _FAILURES as error:
-            assert step is not None
-            where = f"function {function!r}, {step.operation.kind} {step.operation.output!r}"
-            raise ExecutionError(f"{where}: {error}") from error
+        with np.errstate(all="ignore"):
+            for step in plan.steps:
+                operation = step.operation
+                try:
+                    results = step.run([values[name] for name in step.reads])
+                    for value, (name, kind) in zip(results, step.writes, strict=True):
+                        if function not in self._checked:
+                            check_type(value, kind, f"output {name!r}")
+                        values[name] = value
+                except FAILURES as error:
+                    where = f"function {function!r}, {operation.kind} {operation.output!r}"
+                    raise ExecutionError(f"{where}: {error}") from error
+                if observe is not None:
+                    observe(operation, tuple(np.asarray(values[name]) for name, _ in operation.outputs))
+                for name in step.frees:
+                    del values[name]
         self._checked.add(function)
         if state is not None:
             state.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
-        return {name: self._output(values[name], plan.function.types[name]) for name in plan.function.outputs}
+        types = plan.function.types
+        return {name: self._output(values[name], types[name]) for name in plan.function.outputs}
 
     def _input(self, array: Array, kind: TensorType) -> Array:
         """An input in the form that kernels take. Raises InputError for values that its type does not hold."""
@@ -122,3 +168,135 @@ class Program:
         assert kind.dtype is not None
         dtype = kind.dtype.storage if self.precision == FP16 else kind.dtype.held
         return np.array(value, dtype).reshape(kind.shape)
+
+
+class _Compiler:
+    """Compiles one function for one precision.
+
+    ``shared``: arrays of all functions by origin: a place in the weight file, contents, or a decompression.
+    """
+
+    def __init__(self, function: Function, package: Package, shared: dict[Hashable, Array], precision: str) -> None:
+        self._function = function
+        self._package = package
+        self._shared = shared
+        self._half = precision == FP16
+        self._known: dict[str, Array] = {}
+
+    def compile(self) -> Plan:
+        """The plan. Raises UnsupportedOpError, which names function and operation, for a missing kernel."""
+        steps = []
+        for operation in self._function.operations:
+            where = f"function {self._function.name!r}, {operation.kind} {operation.output!r}"
+            kernel = KERNELS.get(operation.kind)
+            if operation.kind in (READ_STATE, WRITE_STATE):
+                steps.append(self._state_step(operation, where))
+            elif kernel is None:
+                raise UnsupportedOpError(
+                    f"{where}: operation {operation.kind!r} is not supported by the interpreter; "
+                    f"export the bundle again if the package was edited, otherwise run it on a Mac"
+                )
+            elif kernel.weight:
+                self._decompress(self._step(operation, kernel, where), where)
+            else:
+                steps.append(self._step(operation, kernel, where))
+        for name in (*(name for step in steps for name in step.reads), *self._function.outputs):
+            self._constant(name)
+        states = {name for name, kind in self._function.inputs if kind.state}
+        return Plan(self._function, _with_frees(steps, {*states, *self._function.outputs}), self._known)
+
+    def _state_step(self, operation: Operation, where: str) -> Step:
+        given = [name for key in ("input", "data") for name in operation.inputs.get(key, ())]
+        state = {name: kind for name, kind in self._function.inputs if kind.state and name in given[:1]}
+        if not state or len(given) != (1 if operation.kind == READ_STATE else 2):
+            raise ExecutionError(f"{where}: it takes a state of the function, and one value to write")
+        writes = operation.outputs if operation.kind == READ_STATE else tuple(state.items())
+        return Step(operation, SAME, (given[-1],), {}, writes, False)
+
+    def _step(self, operation: Operation, kernel: Kernel, where: str) -> Step:
+        reads: list[str] = []
+        for operand in kernel.operands:
+            name = operand.rstrip("?*")
+            if name not in operation.inputs and not operand.endswith("?"):
+                raise ExecutionError(f"{where}: parameter {name!r} is missing")
+            reads += operation.inputs.get(name, ())
+        parameters = {}
+        for name in operation.inputs.keys() - {operand.rstrip("?*") for operand in kernel.operands}:
+            sources = operation.inputs[name]
+            value = self._constant(sources[0]) if len(sources) == 1 else None
+            if name not in kernel.parameters or value is None:
+                when = "" if value is not None else " that is not a constant"
+                raise UnsupportedOpError(f"{where}: a parameter {name!r}{when} is not supported")
+            parameters[name] = plain(value)
+        if any(kind.dtype is None for _, kind in operation.outputs):
+            raise UnsupportedOpError(f"{where}: an output that is a string")
+        rounds = not kernel.exact and (self._half or kernel.weight)
+        return Step(operation, kernel, tuple(reads), parameters, operation.outputs, rounds)
+
+    def _decompress(self, step: Step, where: str) -> None:
+        """Make a weight, once for all functions that store it alike."""
+        constants = self._function.constants
+        stored = [constants[name] for name in step.reads if name in constants]
+        if len(stored) < len(step.reads) or len(step.writes) != 1:
+            raise UnsupportedOpError(f"{where}: a weight that is not made of stored constants")
+        ((name, kind),) = step.writes
+
+        def make() -> Array:
+            try:
+                return np.asarray(step.run([_widened(self._package.constant(value)) for value in stored])[0])
+            except FAILURES as error:
+                raise ExecutionError(f"{where}: {error}") from error
+
+        self._known[name] = array = self._made((step.operation.kind, kind, *map(_origin, stored)), make)
+        check_type(array, kind, where)
+
+    def _constant(self, name: str) -> Constant | None:
+        """A constant or decompressed weight; None for what is only known at run time."""
+        value = self._function.constants.get(name)
+        if value is None or name in self._known:
+            return self._known.get(name)
+        if isinstance(value.data, str):
+            return value.data
+        self._known[name] = array = self._made(_origin(value), lambda: self._package.constant(value))
+        return array
+
+    def _made(self, key: Hashable, make: Callable[[], Array]) -> Array:
+        if key not in self._shared:
+            self._shared[key] = _widened(make()).view()
+            self._shared[key].flags.writeable = False
+        return self._shared[key]
+
+
+def _origin(value: Value) -> Hashable:
+    """Equal for constants with equal contents."""
+    return value.type, value.data.tobytes() if isinstance(value.data, np.ndarray) else value.data
+
+
+def _widened(array: Array) -> Array:
+    return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+
+
+def round_half(value: Any) -> Array:
+    """Values rounded to the nearest float16 (ties to even), stored as float32."""
+    rounded: Array = value.astype(np.float16).astype(np.float32)
+    return rounded
+
+
+def check_type(value: Any, kind: TensorType, where: str) -> None:
+    """Raise ExecutionError if an array does not have the declared shape and type."""
+    shape = np.shape(value)
+    # A scalar may be declared as a vector of one element, and vice versa.
+    if shape != kind.shape and not (np.size(value) == 1 == kind.count):
+        raise ExecutionError(f"{where}: its result has shape {list(shape)}, the program declares {list(kind.shape)}")
+    if kind.dtype is not None and np.asarray(value).dtype != kind.dtype.held:
+        raise ExecutionError(f"{where}: its result is {np.asarray(value).dtype}, declared {kind.dtype.name}")
+
+
+def _with_frees(steps: list[Step], kept: set[str]) -> tuple[Step, ...]:
+    """The steps, each with the values that no later step reads."""
+    finished: list[Step] = []
+    for step in reversed(steps):
+        frees = {*step.reads, *(name for name, _ in step.writes)} - kept
+        kept |= frees
+        finished.append(replace(step, frees=tuple(frees)))
+    return tuple(reversed(finished))

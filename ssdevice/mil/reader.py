@@ -2,75 +2,26 @@
 
 from __future__ import annotations
 
-import mmap
-import struct
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-import numpy as np
-
 from ssdevice.bundle.integrity import MAX_MANIFEST_BYTES, parse_strict, read_bounded
 from ssdevice.contract import FunctionSpec, TensorSpec
-from ssdevice.errors import BundleError, reading
-from ssdevice.mil.dtypes import BY_BLOB, Array, DType, decode
+from ssdevice.errors import BundleError
 from ssdevice.mil.schema import BlobRef, Function, ModelFileError, TensorType, Value, parse_model
+from ssdevice.mil.weights import Array, BlobFile, decode
 
 MANIFEST = "Manifest.json"
 DATA = "Data"
 MODEL_PATH = "@model_path/"  # in a program: the folder that holds the model file
 MAX_PROGRAM_BYTES = 1 << 30
-ALIGNMENT = 64
-SENTINEL = 0xDEADBEEF
-VERSION = 2
-_HEADER = struct.Struct("<II56x")
-_METADATA = struct.Struct("<IIQQQ32x")
-
-
-class BlobFile:
-    """A memory-mapped weight file (MILBlob, version 2). Raises BundleError if the file is not one.
-
-    A 64-byte header (number of entries, version) precedes the entries. An entry is 64 bytes of metadata (sentinel,
-    element type, size in bytes, offset of the data, unused bits at its end) and the data; both are 64-aligned. Programs
-    name an entry by the offset of its metadata. Source: MILBlob/Blob/StorageFormat.hpp of coremltools 9.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with reading(path, BundleError), path.open("rb") as file:
-            size = file.seek(0, 2)
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        if size < _HEADER.size:
-            raise BundleError(f"{path}: a weight file of {size} bytes is shorter than its header; export again")
-        self.size = size
-        _, version = _HEADER.unpack_from(self._data, 0)
-        if version != VERSION:
-            raise BundleError(f"{path}: weight storage version {version}, expected {VERSION}")
-
-    def data(self, offset: int, dtype: DType, count: int) -> Array:
-        """The bytes [size] uint8 of the entry with metadata at ``offset``, which must hold ``count`` of ``dtype``.
-        Raises BundleError if the metadata, the type, the size or the bounds of the data are wrong."""
-        where = f"{self.path}: the weight at offset {offset}"
-        if offset % ALIGNMENT or offset < _HEADER.size or offset + _METADATA.size > self.size:
-            raise BundleError(f"{where} lies outside the file's {self.size} bytes or is not {ALIGNMENT}-aligned")
-        sentinel, number, size, start, padding = _METADATA.unpack_from(self._data, offset)
-        if sentinel != SENTINEL:
-            raise BundleError(f"{where} has no metadata; the program and its weight file do not belong together")
-        stored = BY_BLOB.get(number)
-        if stored is not dtype:
-            raise BundleError(f"{where} is {stored.name if stored else f'of type {number}'}, expected {dtype.name}")
-        needed = -(-count * dtype.bits // 8)
-        # Packed data is rounded up to whole bytes; `padding` is the number of unused bits.
-        if size != needed or (dtype.packed and size * 8 - padding != count * dtype.bits):
-            raise BundleError(f"{where} has {size} bytes, {count} elements of {dtype.name} need {needed}")
-        if start % ALIGNMENT or start < _HEADER.size or start > self.size or size > self.size - start:
-            raise BundleError(
-                f"{where} needs bytes {start}..{start + size}, the file has {self.size}: it was cut short or edited"
-            )
-        return np.frombuffer(self._data, np.uint8, size, start)
 
 
 class Package:
-    """An opened package; create one with ``Package.open``. Weights are memory-mapped; ``constant`` reads one."""
+    """An opened package; create one with ``Package.open``.
+
+    ``functions`` maps names to functions. Weights are memory-mapped; ``constant`` reads one.
+    """
 
     def __init__(self, path: Path, version: int, functions: Mapping[str, Function], folder: Path) -> None:
         self.path = path
@@ -81,8 +32,11 @@ class Package:
 
     @classmethod
     def open(cls, path: Path | str) -> Package:
-        """Read and check the package at ``path``. Raises BundleError if a file is missing, a path leaves the package,
-        the program is malformed, or a weight is not at its offset with the type and size that the program declares."""
+        """Read and check the package at ``path``.
+
+        Raises BundleError if a file is missing, a path leaves the package, the program is malformed, or a weight
+        is not at its offset with the type and size that the program declares.
+        """
         path = Path(path)
         model_file = _root_model(path)
         try:
@@ -91,18 +45,19 @@ class Package:
             raise BundleError(f"{model_file}: not a usable model file: {error}") from None
         package = cls(path, version, functions, model_file.parent)
         for function in functions.values():
-            for value in function.constants.values():
-                if isinstance(value.data, BlobRef):
-                    package._stored(value)
+            package.places(function)
         return package
 
     def spec(self, function: str) -> FunctionSpec:
-        """Inputs, outputs and states of a function with shapes and dtypes. Raises BundleError if there is no such
-        function."""
+        """Inputs, outputs and states of a function with shapes and dtypes.
+
+        Raises BundleError if the package has no such function.
+        """
         found = self.function(function)
+        types = found.types
         inputs = tuple(_tensor(name, kind) for name, kind in found.inputs if not kind.state)
         states = tuple(_tensor(name, kind) for name, kind in found.inputs if kind.state)
-        outputs = tuple(_tensor(name, found.types[name]) for name in found.outputs)
+        outputs = tuple(_tensor(name, types[name]) for name in found.outputs)
         return FunctionSpec(function, inputs, outputs, states)
 
     def function(self, name: str) -> Function:
@@ -120,8 +75,13 @@ class Package:
         assert value.type.dtype is not None
         return decode(self._stored(value), value.type.dtype, value.type.count).reshape(value.type.shape)
 
-    def stored_bytes(self, value: Value) -> int:
-        return self._stored(value).nbytes
+    def places(self, function: Function) -> dict[BlobRef, int]:
+        """Bytes of the weights that a function reads, by their place in the weight files."""
+        return {
+            value.data: self._stored(value).nbytes
+            for value in function.constants.values()
+            if isinstance(value.data, BlobRef)
+        }
 
     def _stored(self, value: Value) -> Array:
         """The bytes of a constant in the weight file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.mil.dtypes import BY_PROTO, STRING_PROTO, Array, DType, decode
+from ssdevice.mil.weights import BY_PROTO, STRING_PROTO, Array, DType, decode
 
-CONST = "const"
 MAX_RANK = 16
 MAX_SIZE = 1 << 31
 PROTO = "ssdevice_coreml_proto"
 """Our name of coremltools' package of protobuf classes."""
+CONST = "const"
 OPSETS = ("CoreML5", "CoreML6", "CoreML7", "CoreML8", "CoreML9")
 
 
@@ -47,6 +47,7 @@ class TensorType:
 
     @property
     def count(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -60,43 +61,60 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation. Its parameters are names of values; only a constant has a ``value``."""
+    """One operation. ``inputs``: parameter -> names of the values it takes."""
 
     kind: str
     inputs: Mapping[str, tuple[str, ...]]
     outputs: tuple[tuple[str, TensorType], ...]
-    value: Value | None = None
 
     @property
     def output(self) -> str:
         """Name of the first output, by which error messages identify the operation."""
         return self.outputs[0][0] if self.outputs else "(no output)"
 
+    @property
+    def reads(self) -> Iterator[str]:
+        """Names of all values that it takes."""
+        return chain.from_iterable(self.inputs.values())
+
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """One function of a program. Operations are ordered: every value is defined before it is read."""
+    """One function of a program. Every value is defined once, before it is read.
+
+    ``constants`` by name: one that is written into an operation is named ``OUTPUT.PARAMETER.INDEX``.
+    """
 
     name: str
     inputs: tuple[tuple[str, TensorType], ...]
     outputs: tuple[str, ...]
+    constants: Mapping[str, Value]
     operations: tuple[Operation, ...]
-
-    @cached_property
-    def constants(self) -> dict[str, Value]:
-        """Every constant by name."""
-        return {each.output: each.value for each in self.operations if each.value is not None}
 
     @cached_property
     def types(self) -> dict[str, TensorType]:
         """The declared type of every value."""
-        return dict(chain(self.inputs, *(each.outputs for each in self.operations)))
+        types = {**dict(self.inputs), **{name: value.type for name, value in self.constants.items()}}
+        return types | {name: kind for operation in self.operations for name, kind in operation.outputs}
+
+    @cached_property
+    def makers(self) -> dict[str, str]:
+        """The kind of operation that makes each value that is no input."""
+        made = {name: operation.kind for operation in self.operations for name, _ in operation.outputs}
+        return dict.fromkeys(self.constants, CONST) | made
+
+    def constant(self, operation: Operation, parameter: str) -> Value | None:
+        """The constant given for a parameter; None if it is absent, computed or several values."""
+        names = operation.inputs.get(parameter, ())
+        return self.constants.get(names[0]) if len(names) == 1 else None
 
 
 @cache
 def model_class() -> Any:
-    """coremltools' class ``Model`` of Model.proto, imported without the rest of coremltools, which imports torch and
-    takes seconds. Raises ModuleNotFoundError without coremltools."""
+    """coremltools' class ``Model`` of Model.proto. Raises ModuleNotFoundError without coremltools.
+
+    It is imported without the rest of coremltools, which imports torch and takes seconds.
+    """
     found = find_spec("coremltools")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("coremltools is not installed", name="coremltools")
@@ -109,8 +127,10 @@ def model_class() -> Any:
 
 
 def parse_model(data: bytes) -> tuple[int, Mapping[str, Function]]:
-    """The specification version and the functions of the ML program in a ``.mlmodel`` file. Raises ModelFileError for
-    anything else, ModuleNotFoundError without coremltools."""
+    """The specification version and the functions of the ML program in a ``.mlmodel`` file.
+
+    Raises ModelFileError for anything else, ModuleNotFoundError without coremltools.
+    """
     model = model_class()
     try:
         parsed = model.FromString(data)
@@ -125,35 +145,62 @@ def parse_model(data: bytes) -> tuple[int, Mapping[str, Function]]:
 
 
 def _function(name: str, body: Any) -> Function:
+    where = f"function {name!r}"
     if body.opset not in body.block_specializations:
-        raise ModelFileError(f"function {name!r} has no block for its opset {body.opset!r}")
+        raise ModelFileError(f"{where} has no block for its opset {body.opset!r}")
     if body.opset not in OPSETS:
-        raise ModelFileError(f"function {name!r} uses the unknown opset {body.opset!r}")
+        raise ModelFileError(f"{where} uses the unknown opset {body.opset!r}")
     block = body.block_specializations[body.opset]
-    operations = chain.from_iterable(_operations(number, each) for number, each in enumerate(block.operations))
-    function = Function(name, tuple(map(_named_type, body.inputs)), tuple(block.outputs), tuple(operations))
-    _check_names(function)
-    return function
+    inputs = tuple(map(_named_type, body.inputs))
+    constants: list[tuple[str, Value]] = []
+    operations = []
+    for item in block.operations:
+        if item.blocks:
+            raise ModelFileError(f"{item.type} has nested blocks")
+        if item.type == CONST and item.outputs:
+            constants.append((item.outputs[0].name, _value(item.attributes["val"])))
+        else:
+            outputs = tuple(map(_named_type, item.outputs))
+            operations.append(Operation(item.type, _inputs(item, constants), outputs))
+    given = [each for each, _ in (*inputs, *constants)]
+    _check_names(where, given, operations, block.outputs)
+    return Function(name, inputs, tuple(block.outputs), dict(constants), tuple(operations))
 
 
-def _check_names(function: Function) -> None:
-    where = f"function {function.name!r}"
-    known = {name for name, _ in function.inputs}
-    if len(known) != len(function.inputs):
-        raise ModelFileError(f"{where} has two inputs of one name")
-    for operation in function.operations:
-        for name in chain.from_iterable(operation.inputs.values()):
-            if name not in known:
-                raise ModelFileError(
-                    f"{where}: {operation.kind} {operation.output!r} reads {name!r} before it is defined"
-                )
-        for name, _ in operation.outputs:
+def _check_names(where: str, given: Iterable[str], operations: Iterable[Operation], returned: Iterable[str]) -> None:
+    known: set[str] = set()
+
+    def define(names: Iterable[str]) -> None:
+        for name in names:
             if name in known:
                 raise ModelFileError(f"{where} defines {name!r} twice")
             known.add(name)
-    missing = [name for name in function.outputs if name not in known]
-    if missing:
-        raise ModelFileError(f"{where} returns {missing[0]!r}, which nothing defines")
+
+    define(given)
+    for operation in operations:
+        for name in operation.reads:
+            if name not in known:
+                what = f"{operation.kind} {operation.output!r} reads {name!r}"
+                raise ModelFileError(f"{where}: {what} before it is defined")
+        define(name for name, _ in operation.outputs)
+    for name in returned:
+        if name not in known:
+            raise ModelFileError(f"{where} returns {name!r}, which nothing defines")
+
+
+def _inputs(item: Any, constants: list[tuple[str, Value]]) -> dict[str, tuple[str, ...]]:
+    """Parameter -> names of its values. Constants written into the operation are added to ``constants``."""
+    # Older forms of some operations give their parameters as attributes.
+    given: dict[str, list[Any]] = {key: [value] for key, value in item.attributes.items() if key != "name"}
+    for key, argument in item.inputs.items():
+        given[key] = [each.value if each.HasField("value") else each.name for each in argument.arguments]
+    output = item.outputs[0].name if item.outputs else ""
+    inputs = {}
+    for key, arguments in given.items():
+        named = [(a if isinstance(a, str) else f"{output}.{key}.{i}", a) for i, a in enumerate(arguments)]
+        constants += [(name, _value(a)) for name, a in named if not isinstance(a, str)]
+        inputs[key] = tuple(name for name, _ in named)
+    return inputs
 
 
 def _named_type(named: Any) -> tuple[str, TensorType]:
@@ -180,29 +227,6 @@ def _type(kind: Any) -> TensorType | None:
     if max(shape, default=0) > MAX_SIZE:
         raise ModelFileError(f"a tensor with {max(shape)} elements along one axis")
     return TensorType(BY_PROTO.get(tensor.dataType), shape, state)
-
-
-def _operations(number: int, item: Any) -> Iterator[Operation]:
-    """Operation ``number`` of a block, after constants for the values that are written into it."""
-    if item.blocks:
-        raise ModelFileError(f"{item.type} has nested blocks")
-    outputs = tuple(map(_named_type, item.outputs))
-    if item.type == CONST:
-        if "val" not in item.attributes or len(outputs) != 1:
-            raise ModelFileError("a constant without a value, or with several names")
-        yield Operation(CONST, {}, outputs, _value(item.attributes["val"]))
-        return
-    # Older forms of some operations give their parameters as attributes.
-    given = {name: [value] for name, value in item.attributes.items() if name != "name"}
-    for name, argument in item.inputs.items():
-        given[name] = [each.value if each.HasField("value") else each.name for each in argument.arguments]
-    for name, arguments in given.items():
-        for place, each in enumerate(arguments):
-            if not isinstance(each, str):
-                value, own = _value(each), f"{number}.{name}.{place}"
-                yield Operation(CONST, {}, ((own, value.type),), value)
-                arguments[place] = own
-    yield Operation(item.type, {name: tuple(arguments) for name, arguments in given.items()}, outputs)
 
 
 def _value(value: Any) -> Value:

@@ -12,8 +12,8 @@ from ssdevice.errors import InputError
 from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.sampling.structure import call_structure
 from ssdevice.runtime.session import Session
-from ssdevice.runtime.structure.grammar import call_structure
 from ssdevice.serve.guard import Refusal
 from ssdevice.serve.metrics import Metrics
 from ssdevice.serve.request import Request

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from ssdevice import arguments, strict_json
 from ssdevice.errors import InputError
 from ssdevice.runtime.sampling.options import DRAWING, Sampling
-from ssdevice.runtime.structure.options import Structure
+from ssdevice.runtime.sampling.structure import Structure
 from ssdevice.serve.guard import Refusal
 from ssdevice.text.tools import ToolStyle, functions_of
 

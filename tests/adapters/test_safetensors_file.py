@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ssdevice.adapters.safetensors_file import read_floats, read_tensors, write_tensors
+from ssdevice.adapters.storage import read_floats, read_tensors, write_tensors
 from ssdevice.errors import InputError
 
 

@@ -166,16 +166,16 @@ def test_a_bundle_is_written_from_another(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    (tmp_path / ".bundle.ssdevice-4711-00000000.tmp").mkdir()
-    (tmp_path / ".bundle.ssdevice-4711-00000000.tmp" / "model.onnx").write_bytes(b"half")
-    (tmp_path / ".other.ssdevice-4711-00000000.tmp").mkdir()
+    (tmp_path / ".bundle.ssdevice.tmp").mkdir()
+    (tmp_path / ".bundle.ssdevice.tmp" / "model.onnx").write_bytes(b"half")
+    (tmp_path / ".other.ssdevice.tmp").mkdir()
     with BundleWriter(out) as first:
         fill(first)
         with pytest.raises(InputError, match="another process is writing"), BundleWriter(out):
             pass
         assert len(names(tmp_path)) == 2
         first.commit(sample_manifest("first"))
-    assert names(tmp_path) == [".other.ssdevice-4711-00000000.tmp", "bundle"]
+    assert names(tmp_path) == [".other.ssdevice.tmp", "bundle"]
 
 
 CRASHES = '''
@@ -210,9 +210,8 @@ while True:
         write(version + 1, stop)
         os._exit(0)
     killed = os.waitpid(child, 0)[1] != 0
-    if not out.exists():
-        gaps += 1
-        staging.Stage(out, folder=True).close()
+    gaps += not out.exists()
+    staging.Stage(out, folder=True).close()
     found = int(Bundle.open(out).manifest.notes[0])
     assert found in (version, version + 1), (found, version, stop)
     old, new = old + (found == version), new + (found != version)

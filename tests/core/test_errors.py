@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ssdevice import errors
-from ssdevice.adapters.safetensors_file import read_tensors
+from ssdevice.adapters.storage import read_tensors
 from ssdevice.config import read_json
 from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError, first_line
 

@@ -78,7 +78,7 @@ def test_compressed_weights_equal_coremltools(base: Path, kind: str, tmp_path: P
             np.testing.assert_array_equal(plan.constants[operation.outputs[0].name], expected.astype(np.float32))
             checked += 1
     assert checked >= 8
-    kept = made._pool._arrays.values()
+    kept = made._shared.values()
     assert all(array.dtype == np.float32 for array in kept if array.size > 1024)  # not the codes beside it
     logits = logits_of(opened.function(MAIN))
     found, plain = (_values(one, logits) for one in (made, Program(Package.open(base))))

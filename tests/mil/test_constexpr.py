@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("coremltools", reason="the reference is coremltools")
 
-from ssdevice.mil.dtypes import BY_NAME, decode
 from ssdevice.mil.operations import KERNELS, ExecutionError
+from ssdevice.mil.weights import BY_NAME, decode
 
 
 def run(kind: str, **parameters: Any) -> Any:

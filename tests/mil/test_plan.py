@@ -11,12 +11,11 @@ import pytest
 
 pytest.importorskip("coremltools", reason="Core ML packages are made with coremltools")
 
-from ssdevice.mil.dtypes import BY_NAME
 from ssdevice.mil.operations import ExecutionError
-from ssdevice.mil.plan import check_type
-from ssdevice.mil.program import Program, State
+from ssdevice.mil.program import Program, State, check_type
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import TensorType
+from ssdevice.mil.weights import BY_NAME
 from tests.mil.builder import convert, coremltools
 
 SHAPE = (4, 3)

@@ -19,7 +19,7 @@ from ssdevice.serve.guard import Guard, server
 from ssdevice.serve.names import HOSTS, LOOPBACK
 from ssdevice.text.chat_template import ChatFormat
 from ssdevice.text.tokenizer import ChatTokenizer
-from tests.runtime.structure.letters import letters
+from tests.runtime.sampling.letters import letters
 from tests.runtime.tiny_bundle import APP, tiny_bundle
 
 TEMPLATE = """{% for tool in tools or [] %}<system>{{ tool.function.name }}</s>{% endfor %}

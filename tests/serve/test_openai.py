@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.sampling.structure import Structure
 from ssdevice.runtime.session import Session
-from ssdevice.runtime.structure.options import Structure
 from ssdevice.serve import decoder
 from ssdevice.serve.names import LOOPBACK
 from tests.runtime.tiny_bundle import APP

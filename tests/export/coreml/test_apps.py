@@ -108,11 +108,7 @@ def package(bundle: Bundle) -> Package:
 
 def blobs(package: Package, function: str) -> dict[BlobRef, int]:
     """Places in the weight file that a function reads, and their sizes."""
-    return {
-        value.data: package.stored_bytes(value)
-        for value in package.function(function).constants.values()
-        if isinstance(value.data, BlobRef)
-    }
+    return package.places(package.function(function))
 
 
 def test_every_app_has_functions_of_its_own_and_the_base_is_one(bundle: Bundle, package: Package):
@@ -155,14 +151,10 @@ def _tensors(folder: Path) -> list[np.ndarray]:
 
 def test_lora_is_not_quantized(bundle: Bundle, package: Package):
     step = package.function(bundle.app("letters").functions[STEP])
-    kinds = {operation.output: operation for operation in step.operations}
-    narrow = [
-        kinds[str(operation.inputs["weight"][0])]
-        for operation in step.operations
-        if operation.kind == "linear" and RANK in kinds[str(operation.inputs["weight"][0])].outputs[0][1].shape
-    ]
+    weights = [operation.inputs["weight"][0] for operation in step.operations if operation.kind == "linear"]
+    narrow = [name for name in weights if RANK in step.types[name].shape]
     assert len(narrow) == (2 + 1) * 7 * 2 + 2  # layers of main rows and of streams x linears x (down, up); g
-    assert {weight.kind for weight in narrow} == {"const"}
+    assert {step.makers[name] for name in narrow} == {"const"}
 
 
 def test_apps_answer_differently_and_each_as_without_speculation(bundle: Bundle):

@@ -37,10 +37,7 @@ PROMPT = [69_999, 40_000, 3, 66_001, 32_768]
 def test_what_is_gathered_is_not_narrowed():
     narrow = ("int16", "uint16")
     for function in Package.open(package()).functions.values():
-        types = dict(function.inputs)
-        for operation in function.operations:
-            types.update(operation.outputs)
-        makers = {name: operation.kind for operation in function.operations for name, _ in operation.outputs}
+        types, makers = function.types, function.makers
         gathers = [operation for operation in function.operations if operation.kind == "gather"]
         assert gathers
         for operation in gathers:

@@ -198,7 +198,7 @@ def test_functions_share_their_weights(quant: Quant):
 def test_every_matrix_is_compressed_and_tables_are_not(quant: Quant, per_channel: bool, expected: set[str]):
     opened = Package.open(package(quant, per_channel=per_channel))
     for function in opened.functions.values():
-        kinds = {operation.output: operation.kind for operation in function.operations if operation.outputs}
+        kinds = function.makers
         weights = {
             argument
             for operation in function.operations

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from ssdevice.adapters.slots import Slot, SlotKind
-from ssdevice.adapters.weights import LEVELS, int8_factors
+from ssdevice.adapters.storage import LEVELS, int8_factors
 from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor, tag
 from ssdevice.export.onnx.functions import ZERO_POINT, add_functions
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN

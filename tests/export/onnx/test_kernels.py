@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from ssdevice.adapters.weights import int8_factors
+from ssdevice.adapters.storage import int8_factors
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.export.onnx import fused

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ssdevice.adapters.safetensors_file import read_tensors, write_tensors
+from ssdevice.adapters.storage import read_tensors, write_tensors
 from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import ROWS, CacheForm
 from ssdevice.errors import InputError

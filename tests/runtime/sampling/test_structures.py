@@ -19,12 +19,11 @@ from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE, decode, plain, speculative
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
+from ssdevice.runtime.sampling.structure import Structure, open_grammar
 from ssdevice.runtime.session import Session
-from ssdevice.runtime.structure.grammar import open_grammar
-from ssdevice.runtime.structure.options import Structure
 from ssdevice.text.stream import Emission
 from ssdevice.text.tokenizer import ChatTokenizer
-from tests.runtime.structure.letters import letters
+from tests.runtime.sampling.letters import letters
 from tests.runtime.tiny_bundle import TREE, tiny_bundle
 
 SCHEMA = {

@@ -9,9 +9,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.structure.grammar import call_structure, open_grammar
+from ssdevice.runtime.sampling.structure import call_structure, open_grammar
 from ssdevice.text.tools import ToolStyle, answer_text, parse_calls, tool_of
-from tests.runtime.structure.letters import letters
+from tests.runtime.sampling.letters import letters
 
 VOCAB = letters().tokenizer.get_vocab_size()
 

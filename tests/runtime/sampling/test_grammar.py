@@ -14,11 +14,10 @@ from ssdevice.errors import InputError, MissingExtraError
 from ssdevice.runtime.sampling.choice import Chooser, truncated
 from ssdevice.runtime.sampling.noise import gumbel
 from ssdevice.runtime.sampling.options import Sampling
-from ssdevice.runtime.structure.grammar import Grammar, open_grammar
-from ssdevice.runtime.structure.options import MAX_CHARACTERS, Structure
+from ssdevice.runtime.sampling.structure import MAX_CHARACTERS, Grammar, Structure, open_grammar
 from ssdevice.text.tokenizer import ChatTokenizer
+from tests.runtime.sampling.letters import letters
 from tests.runtime.scripted import make_tokenizer
-from tests.runtime.structure.letters import letters
 
 VOCAB = letters().tokenizer.get_vocab_size() + 5
 """Models have more rows than tokens."""
