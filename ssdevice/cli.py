@@ -9,10 +9,9 @@ import logging
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -119,14 +118,14 @@ def terminable() -> Iterator[None]:
     def stop(_: int, __: FrameType | None) -> None:
         sys.exit(TERMINATED)
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = None
+    with suppress(ValueError):  # only the main thread may set handlers
+        before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _run(args: Sequence[str]) -> int:

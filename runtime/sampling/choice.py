@@ -63,10 +63,10 @@ class Compiled:
 
 
 class Chooser:
-    """Chooses the tokens of one answer. ``logprobs``: those of every token chosen so far, if asked for.
+    """Chooses the tokens of one answer. ``logprobs``: of every token so far, if asked for.
 
-    ``prompt``, ``stops`` and ``vocab``: as in ``Processors``. ``grammar``: that of ``sampling.structure``. ``library``:
-    that of the kernels, which then does most of the work. Raises InputError for ids that the model does not have.
+    ``prompt``, ``stops``, ``vocab``: see ``Processors``. ``grammar``: of ``sampling.structure``. ``library``: the
+    kernels' (``native``), for speed. Raises InputError for ids that the model does not have.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Chooser:
         self._compiled = Compiled(library, sampling) if library is not None else None
 
     def forced(self) -> Sequence[int]:
-        """The tokens that the structure leaves no choice for, in turn from the next one on."""
+        """The next tokens that the structure leaves no choice for."""
         return self._grammar.forced if self._grammar else ()
 
     def allows(self, token: int) -> bool:
@@ -111,11 +111,11 @@ class Chooser:
         return best
 
     def typical(self, tree: Tree, drafts: NDArray[np.int32], logits: NDArray[np.float32]) -> list[int]:
-        """The path, root first, of the drafts that typical acceptance takes; they then belong to the text.
+        """The path, root first, of the drafts that typical acceptance adds to the text; without it only the root.
 
-        ``drafts [γ, k]``, ``logits [T, V]``. Without typical acceptance it is the root. A draft is taken if its parent
-        is, and its probability is above ``min(ε, sqrt(ε) exp(-entropy))`` of its parent's row; of the longest paths
-        the likeliest one (2401.10774 section 2.3.1), of equally likely ones the lowest node's.
+        ``drafts [γ, k]``, ``logits [T, V]``. A draft is taken if its parent is, and its probability exceeds
+        ``min(ε, sqrt(ε) exp(-entropy))`` of its parent's row. Of the longest paths the likeliest wins (2401.10774
+        section 2.3.1), then the lowest node.
         """
         if not (s := self.sampling).typical_acceptance:
             return [0]
@@ -142,8 +142,8 @@ class Chooser:
     def _best(self, scores: Scores, logits: Scores, unmasked: bool = False) -> int | None:
         """The token of a row of processed ``logits``.
 
-        ``unmasked``: a structure excludes tokens, and its mask takes longest to compute. The best of all tokens is the
-        best of those that are allowed, if it is one of them, and if none that are missing matter for it; else None.
+        ``unmasked``: the mask of a structure, which takes longest to compute, is not applied yet. Then the result is
+        None unless the choice is certain to be the same with it, provided that the mask allows the token.
         """
         s, position = self.sampling, len(self._processors.ids)
         found = self._compiled.choose(scores, position, truncated=not unmasked) if self._compiled is not None else -1
@@ -194,10 +194,7 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
 
 
 def probabilities(logits: Scores, ids: Sequence[int], s: Sampling) -> tuple[list[float], float]:
-    """Those of ``ids`` when sampling from processed ``logits [V]``, and the entropy of all in nats.
-
-    They are not numbers if the logits are none.
-    """
+    """Those of ``ids`` when sampling from processed ``logits [V]``, and the entropy of all in nats; NaN gives NaN."""
     below, kept = truncated(logits / np.float32(s.temperature), s)
     below -= np.max(below)
     np.maximum(below, np.float32(-MUCH), out=below)
@@ -208,10 +205,7 @@ def probabilities(logits: Scores, ids: Sequence[int], s: Sampling) -> tuple[list
 
 
 def _stays(logits: Scores, top: int, token: int, s: Sampling) -> bool:
-    """Whether truncation certainly leaves a token of a row, whichever others a structure excludes; else unknown.
-
-    ``top``: the likeliest token.
-    """
+    """Whether truncation keeps a token whichever others a structure excludes. ``top``: the likeliest token."""
     p = weights(logits[logits >= logits[token]] / np.float32(s.temperature), logits[top] / np.float32(s.temperature))
     mine, all_of_these = np.min(p), np.sum(p)
     return not (
@@ -253,8 +247,8 @@ def walk(
 ) -> tuple[list[int], list[int]]:
     """The path through a tree of drafts ``[γ, k]``, root first, and the tokens that its nodes emit.
 
-    ``choose``: the token after a node. A child that holds it is entered (the lowest node first); where none does, the
-    token is emitted and the path ends. ``taken``: how the path begins, whatever is chosen.
+    ``choose``: the token after a node. The path goes on to the lowest child that holds it, and ends where none does.
+    ``taken``: how the path begins, whatever is chosen.
     """
     path = list(taken)
     tokens = [int(drafts[len(tree.paths[node]) - 1, tree.paths[node][-1]]) for node in path[1:]]

@@ -9,9 +9,9 @@ easy as 1, 2, 3"), whose key is the seed and whose counter is (number, position,
 - kind 1, number ``i >> 1``: words ``2 (i & 1)`` and the next give how much more every other token i of a group has.
 
 The smallest of 256 exponential numbers and what the others exceed it by are independent and exponentially distributed,
-so this is one independent number for every token; but the best token of a row is found without computing them all.
-Two words w, v make the uniform number ``(w * 2^20 + (v >> 12) + 1/2) / 2^52``, which is exact in float64, and ``-log``
-of it an exponential one, in float64. A score plus its noise is a float64, too.
+so every token has an independent number; but the best token of a row is found without computing them all. Two words
+w, v make the uniform number ``(w * 2^20 + (v >> 12) + 1/2) / 2^52``, exact in float64; ``-log`` of it is exponential.
+A score plus its noise is a float64, too.
 """
 
 from __future__ import annotations

@@ -29,19 +29,14 @@ class Sampling(Ruled):
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, of the answer), ``no_repeat_ngram_size``, ``bad_words``
     (sequences of token ids), ``min_new_tokens`` (no stop token before) and ``min_length`` (the same, of prompt and
     answer), ``suppress`` and ``begin_suppress`` (token ids; the latter for the first token only), ``logit_bias`` (added
-    by token id), ``processors``; then, if ``temperature`` is above 0, ``temperature``, ``top_k`` (0: all), ``top_p``,
-    ``min_p`` and ``typical_p``. The token is the largest of these scores plus the noise of ``seed`` and position
-    (``ssdevice.runtime.sampling.noise``).
-
-    ``structure``: the form that the answer must have; tokens that it does not allow are excluded after the processors
-    and before the temperature.
-
-    ``logprobs``: how many log-probabilities to report for each token, None for none; they are of the model's own
-    logits.
+    by token id), ``processors``, the tokens that ``structure`` allows; then, if ``temperature`` is above 0,
+    ``temperature``, ``top_k`` (0: all), ``top_p``, ``min_p`` and ``typical_p``. The largest of these scores plus the
+    noise of ``seed`` and position wins (``ssdevice.runtime.sampling.noise``). ``logprobs``: how many to report for each
+    token, from the model's own logits; None for none.
 
     ``typical_acceptance``: **inexact**. ε of typical acceptance (2401.10774), 0 for none: steps also take drafts that
-    are likely enough, whatever the noise says, so drafts change the text and its distribution; the smaller ε, the more.
-    It goes with a temperature and truncations only. Raises InputError for this, and for a value outside of its range.
+    are likely enough, which changes the text and its distribution, more so for small ε. It needs a temperature and
+    allows only truncations. Raises InputError for that, and for a value out of range.
     """
 
     temperature: float = field(default=0.0, metadata=within(0, 100))

@@ -47,8 +47,7 @@ OF_BYTES = np.where(
 class Structure:
     """The form of an answer, for ``Sampling.structure``: ``kind`` is one of KINDS, ``source`` its text.
 
-    Raises InputError for a source that is empty, too long or no Unicode. What else is wrong with it is said when an
-    answer is asked for.
+    Raises InputError for a source that is empty, too long or not Unicode. Other mistakes show when an answer begins.
     """
 
     kind: str
@@ -73,10 +72,10 @@ class Structure:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Structure:
-        """JSON on one line that a schema describes, with ``", "`` and ``": "`` between its parts.
+        """JSON that fits a schema, on one line with ``", "`` and ``": "`` between its parts.
 
-        Objects have their properties in the schema's order. The schema's key ``"x-guidance"`` may hold other options of
-        llguidance, such as ``{"whitespace_flexible": true}``. Raises InputError for text that is not a JSON object.
+        Properties are in the schema's order. The key ``"x-guidance"`` may hold other options of llguidance, such as
+        ``{"whitespace_flexible": true}``. Raises InputError for text that is not a JSON object.
         """
         if not isinstance(schema, str):
             try:
@@ -97,7 +96,7 @@ class Structure:
 
     @classmethod
     def regex(cls, pattern: str) -> Structure:
-        """Text that a regular expression matches from its first character to its last (no look-around)."""
+        """Text that a regular expression matches as a whole (no look-around)."""
         return cls(REGEX, pattern)
 
     @classmethod
