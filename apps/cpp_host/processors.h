@@ -1,4 +1,4 @@
-// What a user may ask of the choice of tokens, and what changes logits before it. runtime/sampling/options.py and processors.py in C++.
+// What a user may ask of the choice of tokens, and what changes logits before it. runtime/sampling/options.py in C++.
 #pragma once
 
 #include "../../runtime/sampling/native/sampler.h"

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.sampling.noise import Integers, Scores, sample, sample_all
-from ssdevice.runtime.sampling.options import Sampling
-from ssdevice.runtime.sampling.processors import Processors
+from ssdevice.runtime.sampling.options import Processors, Sampling
 from ssdevice.runtime.sampling.structure import Grammar
 from ssdevice.tree import Tree
 

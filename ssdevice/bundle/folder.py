@@ -16,7 +16,6 @@ from ssdevice import arguments
 from ssdevice.bundle import integrity
 from ssdevice.bundle.integrity import MANIFEST_FILE, SIGNATURE_FILE, file_sha256, list_files, manifest_bytes
 from ssdevice.bundle.manifest import MAX_FILES, ROLE, App, FileEntry, Manifest, encode_manifest, parse_manifest
-from ssdevice.bundle.signature import MAX_SIGNATURE_BYTES, verify_signature
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
@@ -50,8 +49,7 @@ class Bundle:
             raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}")
         data = manifest_bytes(folder)
         if require_signature is not None:
-            signature = integrity.read_bounded(folder / SIGNATURE_FILE, MAX_SIGNATURE_BYTES)
-            verify_signature(data, signature, require_signature)
+            integrity.verify_signature(folder, data, require_signature)
         manifest = parse_manifest(data, str(file))
         check_listing(folder, list_files(folder, MAX_FILES), manifest)
         if verify or require_signature is not None:

@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.integrity import sign_bundle
 from ssdevice.bundle.manifest import AdapterKind, App, Manifest, Precision
-from ssdevice.bundle.signature import sign_bundle
 from ssdevice.commands.opening import add_adapter_precision, named_folder
 from ssdevice.errors import InputError, needs_extra
 from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder

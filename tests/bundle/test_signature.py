@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.bundle.signature import sign_bundle
+from ssdevice.bundle.integrity import sign_bundle
 from ssdevice.errors import BundleError, InputError
 from tests.bundle.samples import edit_manifest, write_sample
 

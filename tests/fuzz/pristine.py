@@ -60,7 +60,7 @@ def _sign(out: Path) -> None:
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from ssdevice.bundle.signature import sign_bundle
+    from ssdevice.bundle.integrity import sign_bundle
 
     key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     private = out / "private.pem"

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from ssdevice.runtime.sampling.choice import Chooser, truncated
 from ssdevice.runtime.sampling.noise import gumbel, philox
-from ssdevice.runtime.sampling.options import Sampling
-from ssdevice.runtime.sampling.processors import Processors
+from ssdevice.runtime.sampling.options import Processors, Sampling
 
 FILE = Path(__file__).with_name("sampling.json")
 STEPS, STOP = 12, 0
