@@ -78,19 +78,16 @@ def plain(value: Constant) -> Any:
 
 # Elementwise: arithmetic, comparisons, activations, casts; and softmax.
 
-_ROUNDED: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "real_div": np.true_divide}
-_EXACT: dict[str, Function] = {
-    "maximum": np.maximum,
-    "equal": np.equal,
-    "greater_equal": np.greater_equal,
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "logical_and": np.logical_and,
-}
-for _kind, _function in _ROUNDED.items():
-    kernel(_kind, "x y")(_function)
-for _kind, _function in _EXACT.items():
-    kernel(_kind, "x y", exact=True)(_function)
+kernel("add", "x y")(np.add)
+kernel("sub", "x y")(np.subtract)
+kernel("mul", "x y")(np.multiply)
+kernel("real_div", "x y")(np.true_divide)
+kernel("maximum", "x y", exact=True)(np.maximum)
+kernel("equal", "x y", exact=True)(np.equal)
+kernel("greater_equal", "x y", exact=True)(np.greater_equal)
+kernel("less", "x y", exact=True)(np.less)
+kernel("less_equal", "x y", exact=True)(np.less_equal)
+kernel("logical_and", "x y", exact=True)(np.logical_and)
 
 
 @kernel("sigmoid", "x")
@@ -167,15 +164,8 @@ def _matmul(x: Tensor, y: Tensor, *, transpose_x: bool = False, transpose_y: boo
 
 # Reductions and normalization.
 
-
-@kernel("reduce_max", "x", exact=True)
-def _reduce_max(x: Tensor, *, axes: Sequence[int], keep_dims: bool = False) -> Tensor:
-    return x.max(axis=tuple(axes), keepdims=keep_dims)
-
-
-@kernel("reduce_mean", "x", sums=True)
-def _reduce_mean(x: Tensor, *, axes: Sequence[int], keep_dims: bool = False) -> Tensor:
-    return x.mean(axis=tuple(axes), keepdims=keep_dims)
+kernel("reduce_max", "x", exact=True)(lambda x, *, axes, keep_dims=False: x.max(tuple(axes), keepdims=keep_dims))
+kernel("reduce_mean", "x", sums=True)(lambda x, *, axes, keep_dims=False: x.mean(tuple(axes), keepdims=keep_dims))
 
 
 @kernel("reduce_argmax", "x", exact=True)
