@@ -7,23 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ssdevice import contract
 from ssdevice.adapters.settings import Adapter, AdapterFolder, BaseIdentity
 from ssdevice.adapters.storage import PRECISIONS
 from ssdevice.bundle.manifest import LONGER, NAME, Precision
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Schedule
-from ssdevice.contract import (
-    DRAFT,
-    FUNCTIONS,
-    PLAIN,
-    PREFILL,
-    VERIFY,
-    VERIFY_PLAIN,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-    functions,
-)
+from ssdevice.contract import CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.target import TargetOptions, export_target
 from ssdevice.rules import check_rule, repeated_name
@@ -149,15 +139,15 @@ class ExportPlan:
     @property
     def function_names(self) -> tuple[str, ...]:
         """The contract's functions in this export."""
-        names = FUNCTIONS if self.geometry.gamma else (PREFILL, PLAIN)
+        names = contract.FUNCTIONS if self.geometry.gamma else (contract.PREFILL, contract.PLAIN)
         if not self.geometry.hidden:
             return names
-        verify = (VERIFY, VERIFY_PLAIN) if self.geometry.gamma else (VERIFY_PLAIN,)
-        return (*names, *verify, *((DRAFT,) if self.settings is not None else ()))
+        verify = (contract.VERIFY, contract.VERIFY_PLAIN) if self.geometry.gamma else (contract.VERIFY_PLAIN,)
+        return (*names, *verify, *((contract.DRAFT,) if self.settings is not None else ()))
 
     def functions(self, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
         """The specs of the functions in this export."""
-        every = functions(self.geometry, cache, cache_dtype)
+        every = contract.functions(self.geometry, cache, cache_dtype)
         return {name: every[name] for name in self.function_names}
 
     def estimated_bytes(self) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ssdevice import contract
 from ssdevice.errors import BundleError, InputError
+from ssdevice.runtime.generation import emitted_nodes
 from ssdevice.runtime.sampling.choice import Chooser, walk
 
 if TYPE_CHECKING:
@@ -146,6 +147,18 @@ class Conversation:
         self._check(contract.DRAFT, after[contract.NEXT_DRAFTS].ravel().tolist())
         self.drafts[...] = after[contract.NEXT_DRAFTS]
 
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """Logits ``[emitted, V]`` from which the last ``step`` or ``step_plain`` chose its tokens.
+
+        For engines that show them (``ExportTarget.logits_engine``).
+        """
+        rows = self._seen[contract.LOGITS].reshape(-1, self.geometry.vocab)
+        if len(rows) == 1:
+            return rows.copy()
+        tokens = self._seen[contract.TOKENS].tolist()[: int(self._seen[contract.COUNT].item())]
+        return rows[emitted_nodes(self.geometry.tree, self.verified.tolist(), tokens)]
+
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these first ``tokens`` are committed. The last one must be computed, to predict the next."""
         most = max(0, min(self.length, len(tokens) - 1))
@@ -157,8 +170,7 @@ class Conversation:
 
     def _logits(self, function: str, last: int) -> NDArray[np.float32]:
         self._inputs[contract.ROOT][0] = last
-        self._seen = self._call(function)
-        return self._seen[contract.LOGITS]
+        return self._call(function)[contract.LOGITS]
 
     def _call(self, function: str, length: int | None = None) -> Mapping[str, NDArray[Any]]:
         if self.engine.closed:
@@ -168,7 +180,8 @@ class Conversation:
             raise BundleError(f"{self.engine.source}: the bundle has no {function}; it has {has}")
         length = self.length if length is None else length
         self._inputs[contract.LENGTH][0] = length
-        return self.cache.call(function, length)
+        self._seen = self.cache.call(function, length)
+        return self._seen
 
     def _keep(self, function: str, out: Mapping[str, NDArray[Any]], tokens: list[int], rows: int) -> None:
         """Check and keep the result of a call: a damaged graph may return anything, and ids are used as indices."""

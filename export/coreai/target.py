@@ -26,9 +26,9 @@ class CoreAITarget(ExportTarget):
         return CoreAIExporter()
 
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
-        from ssdevice.export.coreai.logits import LogitsEngine
+        from ssdevice.runtime.coreai.engine import CoreAIEngine
 
-        return LogitsEngine.of(bundle, app)
+        return CoreAIEngine.of(bundle, app)
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
         from ssdevice.bundle.manifest import Precision

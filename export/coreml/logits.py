@@ -1,4 +1,4 @@
-"""A Core ML engine that shows its logits, to tell near-ties from faults; it runs in the interpreter on any system."""
+"""A Core ML program that shows its logits, to tell near-ties from faults; the interpreter runs it on any system."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import LOGITS, PLAIN, STEP
 from ssdevice.errors import BundleError
-from ssdevice.export.logits import ShowsLogits
 from ssdevice.mil.program import Observer, Program, State
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import Function, Operation
-from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine
 from ssdevice.runtime.engine import Inputs
 
 CHOICE = "reduce_argmax"
@@ -44,14 +41,6 @@ class ShownProgram(Program):
                 shown[LOGITS] = outputs[0].copy()
 
         return {**super().run(function, inputs, state, keep), **shown}
-
-
-class LogitsEngine(ShowsLogits, CoreMLEngine):
-    """A CoreMLEngine that shows logits."""
-
-    def __init__(self, bundle: Bundle, app: str | None) -> None:
-        names = bundle.function_names(app)
-        super().__init__(ShownProgram(Package.open(bundle.file(MODEL)), names), bundle.geometry, names)
 
 
 def logits_of(function: Function) -> str:

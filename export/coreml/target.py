@@ -35,9 +35,12 @@ class CoreMLTarget(ExportTarget):
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
         if sys.platform == "darwin":  # there Core ML runs the package and hides its logits
             return None
-        from ssdevice.export.coreml.logits import LogitsEngine
+        from ssdevice.export.coreml.logits import ShownProgram
+        from ssdevice.mil.reader import Package
+        from ssdevice.runtime.coreml.engine import MODEL, CoreMLEngine
 
-        return LogitsEngine(bundle, app)
+        names = bundle.function_names(app)
+        return CoreMLEngine(ShownProgram(Package.open(bundle.file(MODEL)), names), bundle.geometry, names)
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
         from ssdevice.bundle.manifest import Precision

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ssdevice.contract import LOGITS, PLAIN
 from ssdevice.errors import ConfigError
 from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
 from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
@@ -54,9 +55,13 @@ class ExecutorchTarget(ExportTarget):
         return {"delegate": options.chosen(ExecutorchOptions).delegate.value}
 
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
-        from ssdevice.export.executorch.logits import open_logits
+        from ssdevice.runtime.executorch.engine import ExecutorchEngine
 
-        return open_logits(bundle, app, options)
+        engine = ExecutorchEngine.of(bundle, app, options)
+        if LOGITS in engine.outputs(PLAIN):
+            return engine
+        engine.close()  # exported without --logits
+        return None
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
         from ssdevice.bundle.manifest import Precision

@@ -11,8 +11,7 @@ import onnxruntime as ort
 
 from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, past_key, past_value
 from ssdevice.export.onnx.editor import Editor
-from ssdevice.export.onnx.logits import WEIGHTS_FOLDER
-from ssdevice.export.onnx.nodes import ancestors, makers, show_choices, show_regions
+from ssdevice.export.onnx.graphs import WEIGHTS_FOLDER, ancestors, makers, show_choices, show_regions
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import Call, Product
 from ssdevice.export.plan import ExportPlan

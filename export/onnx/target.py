@@ -29,7 +29,7 @@ class OnnxTarget(ExportTarget):
 
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
         try:
-            from ssdevice.export.onnx.logits import LogitsEngine
+            from ssdevice.export.onnx.graphs import LogitsEngine
         except ModuleNotFoundError:
             return None  # without onnx margins are not measured, and a difference is a fault
         return LogitsEngine.of(bundle, app, options)
@@ -54,7 +54,7 @@ class OnnxTarget(ExportTarget):
         from ssdevice.runtime.onnx.engine import OnnxEngine
 
         try:
-            from ssdevice.export.onnx.parts import parts_of
+            from ssdevice.export.onnx.graphs import parts_of
         except ModuleNotFoundError:
             return {}
         assert isinstance(engine, OnnxEngine)

@@ -11,7 +11,7 @@ import numpy as np
 from coreai.runtime import NDArray as CoreAIArray
 from numpy.typing import NDArray
 
-from ssdevice.contract import CHOOSING, KEYS, LOGITS, VALUES, CacheForm, Geometry, functions
+from ssdevice.contract import KEYS, VALUES, CacheForm, Geometry, functions
 from ssdevice.runtime.coreai.asset import OpenAsset
 from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, check_cache, rows_of_state
 
@@ -24,12 +24,7 @@ CACHE_DTYPE = "float32"
 
 
 class CoreAIEngine(Engine):
-    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset.
-
-    ``shows_logits``: whether calls return them.
-    """
-
-    shows_logits = False
+    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset."""
 
     def __init__(self, asset: Path, geometry: Geometry, names: Mapping[str, str]) -> None:
         super().__init__(geometry, frozenset(names), asset)
@@ -71,8 +66,7 @@ class CoreAICache(Cache):
         clock = perf_counter()
         outputs = self.engine.asset.call(self.engine.names[function], integers, self.state)
         self.native_seconds += perf_counter() - clock
-        shown = self.engine.shows_logits or function in CHOOSING
-        return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or shown}
+        return {name: array.numpy() for name, array in outputs.items()}
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
         keys, values = (self.state[name].numpy() for name in (KEYS, VALUES))

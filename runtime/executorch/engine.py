@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from ssdevice.contract import (
-    CHOOSING,
     DRAFT,
     LOGITS,
     PLAIN,
@@ -41,10 +40,8 @@ class ExecutorchEngine(Engine):
     """A program opened for one app. ``names``: the contract's functions that the app has.
 
     ``program``: one that other engines share; None: this engine loads its own. ``adapter``: the app's tensors for the
-    program's slots. ``shows_logits``: whether calls return them. Raises BundleError, see LoadedProgram.
+    program's slots. Raises BundleError, see LoadedProgram.
     """
-
-    shows_logits = False
 
     def __init__(
         self,
@@ -133,11 +130,9 @@ class ExecutorchCache(Cache):
                     f"{engine.source}: {function} returned {len(out)} tensors, expected {len(names)}; "
                     "export the bundle again"
                 )
-            shown = engine.shows_logits or function in CHOOSING
-            arrays = {n: t.numpy() for n, t in zip(names, out, strict=True) if n != LOGITS or shown}
             self.native_seconds += perf_counter() - clock
             # The next call of the program, by any engine, overwrites its outputs.
-            return {name: array.copy() for name, array in arrays.items()}
+            return {name: tensor.numpy().copy() for name, tensor in zip(names, out, strict=True)}
 
     def rows(self, start: int, end: int) -> Array:
         program, layers, width = self.engine.program, self.engine.geometry.layers, self.engine.geometry.row_width

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
 
 import numpy as np
 
@@ -24,12 +23,6 @@ from ssdevice.runtime.loop import PLAIN_STEP, SPECULATIVE, Advance, decode, plai
 from ssdevice.text.stream import Emission
 
 FORCED, OTHER = "forced", "other bundle"
-
-
-class ShowsLogits(Protocol):
-    """A conversation that keeps ``logits [emitted, vocab]`` of its last step."""
-
-    logits: Rows
 
 
 @dataclass(frozen=True)
@@ -163,8 +156,8 @@ def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], ad
     """Logits ``[len(truth) - 1, vocab]`` of a mode kept on ``truth`` after ``ids``. Raises BundleError for logits that
     are not finite."""
     rows: list[Rows] = []
-    for kept in lead(conversation, ids, truth, advance):
-        logits = cast(ShowsLogits, conversation).logits[:kept]
+    for kept in filter(None, lead(conversation, ids, truth, advance)):
+        logits = conversation.logits[:kept]
         if not np.isfinite(logits).all():
             raise BundleError(f"{conversation.engine.source}: logits are not finite; export the bundle again")
         rows.extend(logits)

@@ -11,7 +11,7 @@ import pytest
 from ssdevice.bench.equality import Asked, Difference, coarser
 from ssdevice.bench.modes import Agreement, against_bundle, answer
 from ssdevice.bundle.manifest import Precision
-from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.export.onnx.graphs import LogitsEngine
 from ssdevice.runtime.engine import EngineOptions
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny

@@ -18,7 +18,7 @@ from ssdevice.adapters.storage import stored
 from ssdevice.bench.equality import first_difference
 from ssdevice.bench.modes import led
 from ssdevice.bundle.manifest import CacheDtype, Precision
-from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.export.onnx.graphs import LogitsEngine
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import plain

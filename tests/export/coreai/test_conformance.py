@@ -20,7 +20,6 @@ from ssdevice.contract import DRAFT, PREFILL
 from ssdevice.errors import ParityError
 from ssdevice.export.coreai import exporter as target
 from ssdevice.export.coreai.exporter import ASSET, CoreAIExporter
-from ssdevice.export.coreai.logits import LogitsEngine
 from ssdevice.export.coreai.weights import Integers
 from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.plan import Quant, make_plan
@@ -105,7 +104,7 @@ def test_apps_are_functions_over_one_base() -> None:
 
 
 def test_logits_decide_the_tokens() -> None:
-    engine = LogitsEngine.of(bundle(QUICK), None)
+    engine = CoreAIEngine.of(bundle(QUICK), None)
     conversation = engine.new_conversation()
     last = conversation.prefill(PROMPT[:5])
     conversation.length = 5

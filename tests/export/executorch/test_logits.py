@@ -13,8 +13,8 @@ pytest.importorskip("executorch")
 from ssdevice.cli import main
 from ssdevice.contract import LOGITS, PLAIN, PREFILL, STEP
 from ssdevice.errors import ConfigError
-from ssdevice.export.executorch.logits import open_logits
 from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
+from ssdevice.export.executorch.target import ExecutorchTarget
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.engine import ExecutorchEngine
@@ -30,7 +30,7 @@ def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[st
         assert all(LOGITS not in engine.outputs(name) for name in (STEP, PREFILL, PLAIN))
     finally:
         engine.close()
-    assert open_logits(bundle, "one", EngineOptions()) is None
+    assert ExecutorchTarget().logits_engine(bundle, "one", EngineOptions()) is None
     given = [str(bundle.folder), "--app", "one", "--limit", "1", "--max-tokens", "4", "--json", "--quiet"]
     assert main(["verify", *given]) == 0
     assert json.loads(capsys.readouterr().out)["equality"]["logits"].startswith("not measured")
@@ -39,7 +39,7 @@ def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[st
 def test_with_logits_verify_measures_how_much_they_change(capsys: pytest.CaptureFixture[str]) -> None:
     bundle = programs.bundle()
     assert GIVES_LOGITS in bundle.manifest.notes
-    engine = open_logits(bundle, None, EngineOptions())
+    engine = ExecutorchTarget().logits_engine(bundle, None, EngineOptions())
     assert engine is not None
     try:
         conversation = engine.new_conversation()

@@ -22,9 +22,7 @@ from ssdevice.errors import ParityError
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
-from ssdevice.export.onnx.logits import LogitsEngine
-from ssdevice.export.onnx.nodes import show_regions
-from ssdevice.export.onnx.parts import parts_of
+from ssdevice.export.onnx.graphs import LogitsEngine, parts_of, show_regions
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION

@@ -22,8 +22,7 @@ from ssdevice.cli import main
 from ssdevice.export.onnx import fused
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions, attention_form
-from ssdevice.export.onnx.nodes import show_regions
-from ssdevice.export.onnx.parts import parts_of
+from ssdevice.export.onnx.graphs import parts_of, show_regions
 from ssdevice.export.onnx.quantization import Int4Weight
 from ssdevice.export.plan import Quant
 from ssdevice.runtime.engine import EngineOptions, open_engine

@@ -9,8 +9,8 @@ import pytest
 
 from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor
 from ssdevice.export.onnx.functions import add_functions
-from ssdevice.export.onnx.nodes import show_regions
-from ssdevice.export.onnx.regions import join_regions
+from ssdevice.export.onnx.fused import join_regions
+from ssdevice.export.onnx.graphs import show_regions
 from ssdevice.runtime.onnx import kernels
 from tests.export.onnx import forms
 from tests.export.onnx.test_kernels import COMPILER, built, session

@@ -17,7 +17,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import FUNCTIONS
 from ssdevice.errors import BundleError, InputError
-from ssdevice.export.onnx.logits import LogitsEngine
+from ssdevice.export.onnx.graphs import LogitsEngine
 from ssdevice.model.loading import load
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import EngineOptions, open_engine
