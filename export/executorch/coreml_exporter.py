@@ -26,7 +26,7 @@ from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.runtime.engine import EngineOptions
-from ssdevice.runtime.executorch.delegates import open_delegates
+from ssdevice.runtime.executorch.coreml_delegate import open_delegates
 from ssdevice.runtime.executorch.engine import CACHE_DTYPE, PROGRAM, ExecutorchEngine
 
 

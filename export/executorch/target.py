@@ -66,7 +66,7 @@ class ExecutorchTarget(ExportTarget):
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
         from ssdevice.bundle.manifest import Precision
         from ssdevice.export.mlprogram.stored import stored_weights
-        from ssdevice.runtime.executorch.delegates import open_delegates
+        from ssdevice.runtime.executorch.coreml_delegate import open_delegates
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
 

@@ -34,7 +34,7 @@ class ExecutorchTarget(RuntimeTarget):
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         from ssdevice.mil.audit import audit
-        from ssdevice.runtime.executorch.delegates import open_delegates
+        from ssdevice.runtime.executorch.coreml_delegate import open_delegates
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
 
