@@ -187,7 +187,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
 
     Raises InputError, which names the value that cannot be used.
     """
-    from ssdevice.export.calibration.job import chosen_rows
+    from ssdevice.export.calibration.calibrate import chosen_rows
     from ssdevice.export.crosscheck.generation import check_settings, model_sampling
     from ssdevice.model.loading import POSITION_MARGIN, load, load_base, read_config, resolve_folder
     from ssdevice.model.stored import stored_tensors

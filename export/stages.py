@@ -10,7 +10,7 @@ from importlib.metadata import version
 from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, CacheDtype, Manifest, ModelIdentity
-from ssdevice.export.calibration.job import calibrated_job, calibration_notes, smoothed_job
+from ssdevice.export.calibration.calibrate import calibrated_job, calibration_notes, smoothed_job
 from ssdevice.export.crosscheck.check import SKIPPED, check_export
 from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import ExportOptions, ExportPlan, make_plan

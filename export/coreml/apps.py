@@ -1,9 +1,19 @@
-"""Apps as functions of one package: the bytes that an app adds."""
+"""Apps as functions of one package: its program made small, and the bytes that an app adds.
+
+Functions do not share graphs, and names take space: conversion gives every parameter of every operation a constant,
+and names every value after the path of its module. Here equal constants of a function become one, and values get
+short names (those of matrices come from the model's names, see ``short_name``); no computation changes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from ssdevice.errors import SSDeviceError
 from ssdevice.export.app_functions import Names
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import BlobRef
@@ -11,6 +21,7 @@ from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 
 HALF_BYTES = 2
+PROGRAM = "Data/com.apple.CoreML/model.mlmodel"
 
 
 def adapter_bytes(model: StreamModel) -> int:
@@ -45,3 +56,72 @@ def growth(
             f"{len(names)} graphs; its adapter has {adapters[app]} bytes in float16"
         )
     return found
+
+
+def compact(package: Path) -> Mapping[str, int]:
+    """Make a package's program smaller in place; returns the bytes of each function in it."""
+    from coremltools.proto import Model_pb2
+
+    file = package / PROGRAM
+    model = Model_pb2.Model()
+    model.ParseFromString(file.read_bytes())
+    for function in model.mlProgram.functions.values():
+        for block in function.block_specializations.values():
+            if any(operation.blocks for operation in block.operations):
+                raise SSDeviceError(f"{package}: it has nested blocks, which this exporter does not write")
+            _share_constants(block)
+            _rename(block, {entry.name for entry in function.inputs} | set(block.outputs))
+    file.write_bytes(model.SerializeToString(deterministic=True))
+    return {name: function.ByteSize() for name, function in model.mlProgram.functions.items()}
+
+
+def _share_constants(block: Any) -> None:
+    """Replace equal constants of a block by one."""
+    first: dict[tuple[bytes, bytes], str] = {}
+    same: dict[str, str] = {}
+    kept = []
+    for operation in block.operations:
+        if operation.type == CONST and operation.outputs[0].name not in block.outputs:
+            name = operation.outputs[0].name
+            kind = operation.outputs[0].type.SerializeToString(deterministic=True)
+            known = first.setdefault((kind, operation.attributes["val"].SerializeToString(deterministic=True)), name)
+            # A matrix is stored once anyway, and the reference looks for it under its own name.
+            if known != name and not name.startswith(PREFIX):
+                same[name] = known
+                continue
+        kept.append(operation)
+    operations = [type(operation).FromString(operation.SerializeToString()) for operation in kept]
+    del block.operations[:]
+    block.operations.extend(operations)
+    _redirect(block, same)
+
+
+def _rename(block: Any, fixed: set[str]) -> None:
+    """Give short names to all values except ``fixed``, the names in the function's signature."""
+    names: dict[str, str] = {}
+    taken = set(fixed)
+    for operation in block.operations:
+        for output in operation.outputs:
+            if output.name in fixed:
+                continue
+            key = weight_key(operation.type, output.name) if output.name.startswith(PREFIX) else None
+            name = short_name(key) if key is not None else f"v{np.base_repr(len(names), 36).lower()}"
+            while name in taken:
+                name += "_"
+            names[output.name] = name
+            taken.add(name)
+    _redirect(block, names)
+    for operation in block.operations:
+        for output in operation.outputs:
+            output.name = names.get(output.name, output.name)
+        if "name" in operation.attributes and operation.outputs:
+            operation.attributes["name"].immediateValue.tensor.strings.values[0] = operation.outputs[0].name
+
+
+def _redirect(block: Any, names: Mapping[str, str]) -> None:
+    """Make operations read other values."""
+    for operation in block.operations:
+        for argument in operation.inputs.values():
+            for binding in argument.arguments:
+                if binding.name in names:
+                    binding.name = names[binding.name]

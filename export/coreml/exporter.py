@@ -13,8 +13,7 @@ from ssdevice.config import Schedule
 from ssdevice.contract import PREFILL, STEP, CacheForm
 from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
-from ssdevice.export.coreml.apps import adapter_bytes, growth
-from ssdevice.export.coreml.compact import compact
+from ssdevice.export.coreml.apps import adapter_bytes, compact, growth
 from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, save
 from ssdevice.export.coreml.golden import cases, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown

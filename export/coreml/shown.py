@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ssdevice.contract import KEYS, LENGTH, PREFILL, ROWS, VALUES
-from ssdevice.export.mlprogram.names import short_name, weight_key
 from ssdevice.export.mlprogram.stored import key_of
+from ssdevice.export.mlprogram.weights import short_name, weight_key
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import Call, Product
 from ssdevice.export.plan import ExportPlan

@@ -1,4 +1,4 @@
-"""An export beside what its user would run instead: transformers' tokenizer and model, and PEFT's adapter.
+"""An export beside what its user would run instead: transformers' tokenizer and model, and PEFT's adapter, not merged.
 
 The parity gate compares the written files with our model in torch; this compares our model with one that ssdevice has
 no part in. Otherwise a setting that we drop would be missing on both sides of the gate.
@@ -6,18 +6,100 @@ no part in. Otherwise a setting that we drop would be missing on both sides of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ssdevice.adapters.settings import AdapterFolder
-from ssdevice.export.crosscheck.generation import check_settings
-from ssdevice.export.crosscheck.logits import compare_logits
+from ssdevice.export.crosscheck.generation import check_settings, generation_config, neutral, unapplied
+from ssdevice.export.crosscheck.logits import Expected, compare_logits
 from ssdevice.export.crosscheck.prompts import compare_prompts
-from ssdevice.export.crosscheck.theirs import MAPPED, expected_of
 from ssdevice.export.exporter import ExportJob
+from ssdevice.model.families import family_of
+from ssdevice.model.loading import load_hf
+from ssdevice.model.lora import check_peft
+from ssdevice.model.mapped import released_after
 from ssdevice.model.step import StreamModel
 from ssdevice.model.tokenizer import tokenizer_folder
 from ssdevice.text.tokenizer import ChatTokenizer
+
+TOKENS = 32
+"""Of the answer to the first prompt; of the others' logits, those of so many tokens at most are compared."""
+MAPPED = 1 << 28
+"""A model of more bytes in float32 is read with its weights mapped: a second one need not fit into memory."""
+
+
+@torch.no_grad()
+def expected_of(
+    folder: Path, adapters: Sequence[Path | None], prompts: Sequence[list[int]], context: int, scratch: Path | None
+) -> list[list[Expected]]:
+    """Of every adapter (None: the base without one), what transformers computes of every prompt.
+
+    An answer is generated to the first one. ``context``: no text is longer. ``scratch``: map weights there instead of
+    holding them in memory, see ``load_hf``. The model is gone when this returns.
+    """
+    first, *others = (prompt[: max(1, context - TOKENS)] for prompt in prompts)
+    hf, found = _load(folder, scratch), []
+    layers = hf.get_submodule(family_of(hf.config.model_type).layers_path)
+    with warnings.catch_warnings(), released_after(layers):
+        warnings.simplefilter("ignore")  # of settings that do not go together, of a base that was moved
+        for adapter in adapters:
+            with _with_adapter(hf, adapter) as model:
+                answer = _generate(model, first, min(TOKENS, context - len(first)))
+                texts = [_expected(model, [*first, *answer[:-1]], len(first) - 1, answer)]
+                texts += [_expected(model, prompt, max(len(prompt) // 2, len(prompt) - TOKENS)) for prompt in others]
+            found.append(texts)
+    return found
+
+
+def _load(folder: Path, scratch: Path | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    # Not "sdpa", which leaves out what it cannot do, such as Gemma 2's soft cap.
+    wanted: Any = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
+    hf: Any
+    if scratch is not None:
+        hf = load_hf(folder, scratch=scratch)
+        hf.set_attn_implementation(wanted["attn_implementation"])
+    else:
+        hf = AutoModelForCausalLM.from_pretrained(folder, **wanted)
+    hf.config.return_dict = True  # generate asks for it, whatever the file says
+    own = generation_config(folder)
+    # Where settings are known to change the answer, the rest is compared without them.
+    hf.generation_config = neutral(own) if unapplied(own) else own
+    return hf.eval()
+
+
+@contextmanager
+def _with_adapter(hf: Any, adapter: Path | None) -> Iterator[Any]:
+    """The model with an adapter beside its weights, not merged, as long as the context lasts."""
+    if adapter is None:
+        yield hf
+        return
+    from peft import PeftModel
+
+    check_peft(adapter)
+    wrapped: Any = PeftModel.from_pretrained(hf, str(adapter))
+    yield wrapped.eval()
+    wrapped.unload()
+
+
+def _generate(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
+    form = {"cache_implementation": None, "return_dict_in_generate": False}
+    out: list[int] = model.generate(input_ids=ids, **given, **form)[0].tolist()
+    return out[len(prompt) :]
+
+
+def _expected(model: Any, tokens: list[int], first: int, chosen: list[int] | None = None) -> Expected:
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, first:].float().clone()
+    return Expected(tokens, first, logits, chosen)
+
 
 SKIPPED = "not compared with transformers (--no-cross-check): prompt ids, logits and answers may differ from its own"
 """The note in a bundle that was not compared."""

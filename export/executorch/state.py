@@ -1,13 +1,20 @@
-"""The cache of an ExecuTorch program, and the part of it that a call reads.
+"""The cache of an ExecuTorch program, the part of it that a call reads, and attention over it.
 
 Keys and values are ``[kv_heads, capacity, head_dim]``. In this layout the portable kernel that slices rows copies row
 by row; with rows in the last dimension it would copy element by element. A call reads the committed rows and the
-positions of a step's new rows, rounded up to ``BUCKET``. So attention costs what the conversation holds, not what it
+positions of a step's new rows, rounded up to ``BUCKET``, so attention costs what the conversation holds, not what it
 may hold.
+
+Attention puts a new row into the column of its position. A softmax adds its terms in the lanes of a vector unit, so
+the last bit of its sum depends on the columns of the terms, and an 8-bit rounding may turn that bit into a level. A
+node of the tree in the column where it will be committed adds the same terms as plain decoding in the same order, so
+the logits of both agree in every bit. Products add their terms one after the other, and terms that are zero change
+nothing there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +22,69 @@ from torch import Tensor
 
 from ssdevice.config import Schedule
 from ssdevice.contract import Geometry
-from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.slots import touch
 from ssdevice.export.forms import FunctionModule, function_module
 from ssdevice.export.state_form import InternalCacheForm, LayerStates
-from ssdevice.model.attention import KeyValue
+from ssdevice.model.attention import MASKED, Attending, KeyValue
+from ssdevice.model.operators import Operators, under
 from ssdevice.model.step import StepModule, StreamModel, TreeModule
+
+
+@dataclass(frozen=True)
+class ColumnAttention:
+    """An ``Attention`` for a batch of one, as products of three dimensions, which is the delegate's form.
+
+    The run without a batch dimension is the cache from ``VisibleForm.past``; its keys are used as they are. ``placed``:
+    new rows are put into the columns of their positions; a row sees at most one of them at each position.
+    """
+
+    placed: bool
+
+    def __call__(self, asked: Attending) -> Tensor:
+        """See ``ssdevice.model.attention.Attention``."""
+        keys, values, softcap = asked.keys, asked.values, asked.softcap
+        _one, heads, rows, dim = asked.query.shape
+        kv_heads = keys[-1].shape[1]
+        groups = heads // kv_heads
+        q = (asked.query * asked.scale).reshape(kv_heads, groups * rows, dim)
+        turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
+        scores = [torch.bmm(q, k) for k in turned]
+        # Values are joined instead of splitting weights, because the number of cache rows is only known at run time.
+        joined = torch.cat([v if v.dim() == 3 else v.reshape(kv_heads, v.shape[2], v.shape[3]) for v in values], dim=1)
+
+        def weigh(scores: Tensor, mask: Tensor) -> Tensor:
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            return torch.softmax(scores + torch.cat([mask] * groups, dim=1), dim=-1)
+
+        mask = asked.mask.reshape(1, rows, asked.mask.shape[3])
+        if not self.placed or len(keys) != 2:
+            weights = weigh(torch.cat(scores, dim=-1), mask)
+        else:
+            past, new = scores
+            shown = past.shape[2]
+            at = asked.positions.reshape(-1)
+            column = torch.arange(shown, dtype=torch.int32)
+            # place, back: 1 at the column of a new row; kept: 1 for committed columns; seen: 1 for visible new rows.
+            place = torch.eq(at[:, None], column[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
+            back = torch.eq(column[:, None], at[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
+            kept = torch.lt(column, at[:1]).to(torch.float32)[None, None]
+            seen = torch.cat([torch.gt(mask[:, :, shown:], MASKED / 2).to(torch.float32)] * groups, dim=1)
+            fresh = torch.ge(column, at[:1])[None] & torch.le(column[None], at[:, None])
+            hidden = torch.where(fresh, 0.0, mask[0, :, :shown])[None]
+            whole = weigh(past * kept + torch.bmm(new * seen, place), hidden)
+            weights = torch.cat([whole * kept, torch.bmm(whole, back) * seen], dim=-1)
+        return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2)
+
+
+def attending(model: StreamModel, span: int = 0) -> StreamModel:
+    """The model with ``ColumnAttention`` in its layers.
+
+    ``span``: number of positions that new rows take. With 0, or if a window is shorter, rows are not placed.
+    """
+    placed = span > 0 and all(window is None or window >= span for window in model.backbone.windows())
+    return under(model, Operators(attention=ColumnAttention(placed)))
+
 
 BUCKET = 64
 """The number of rows read is a multiple of this.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.errors import ParityError
-from ssdevice.export.mlprogram.names import short_name, weight_key
+from ssdevice.export.mlprogram.weights import short_name, weight_key
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program

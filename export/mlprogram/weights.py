@@ -1,4 +1,4 @@
-"""Decides how the weights of a converted Core ML function are compressed, and compresses them.
+"""The weights of a converted Core ML function: their names, how each is compressed, and the compression.
 
 Only weights are compressed: activations stay float16, so rows stay independent. A weight that cannot be compressed as
 requested is noted, never skipped silently. Functions are compressed one by one before they are joined; equal weights
@@ -18,10 +18,14 @@ import numpy as np
 
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid, symmetric
-from ssdevice.export.mlprogram.names import HALF, PREFIX
 from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.plan import ExportPlan, Quant
 
+PREFIX = "p_module_model_"
+"""The prefix that torch.export and coremltools add to a parameter's name."""
+HALF = "_to_fp16"
+"""The suffix that coremltools' half-precision pass adds; compression adds more after it."""
+CONST = "const"
 BITS: Mapping[Quant, float] = {Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}
 """Bits of a weight on disk, with its scales."""
 ONLY_WEIGHTS = "only weights are compressed: activations are float16"
@@ -46,6 +50,18 @@ class Scheme(StrEnum):
     INT4_BLOCK = "int4 per block of 32"
     INT4_CHANNEL = "int4 per channel"
     PALETTE4 = "4-bit palettes"
+
+
+def weight_key(operation: str, output: str) -> str | None:
+    """The converted name of the parameter whose value an operation returns; None for other operations."""
+    key, _, rest = output.lower().removeprefix(PREFIX).partition(HALF)
+    given = operation.startswith("constexpr_") or (operation == CONST and not rest)
+    return key if given else None
+
+
+def short_name(key: str) -> str:
+    """The name of a parameter's value in a compact program."""
+    return f"w{sha256(key.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +131,7 @@ def compress(program: Any, quant: Quant, per_channel: bool, vocab: int, known: C
     notes = []
     (function,) = program.functions.values()
     with function:
-        for constant in [operation for operation in function.operations if operation.op_type == "const"]:
+        for constant in [operation for operation in function.operations if operation.op_type == CONST]:
             before = constant.outputs[0]
             if not isinstance(before.val, np.ndarray) or before.val.size < SMALLEST:
                 continue

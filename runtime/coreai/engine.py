@@ -1,22 +1,106 @@
-"""Core AI bundles: an asset whose functions share weights, and take the KV cache as state that they write."""
+"""Core AI bundles: an asset in Apple's runtime, whose functions share weights and write the KV cache as state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import hashlib
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
+from coreai.authoring import AIModelAsset
 from coreai.runtime import NDArray as CoreAIArray
 from numpy.typing import NDArray
 
 from ssdevice.contract import KEYS, VALUES, CacheForm, Geometry, functions
-from ssdevice.runtime.coreai.asset import OpenAsset
+from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, check_cache, rows_of_state
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
+
+
+PROGRAM, DIGEST = "main.mlirb", "main.hash"
+"""Files of an asset: its functions with their weights, and the sha256 of that file."""
+Result = TypeVar("Result")
+Arrays = Mapping[str, CoreAIArray]
+
+
+class OpenAsset:
+    """An asset prepared for this machine. Calls run one at a time, in a thread of their own.
+
+    The runtime's functions are asynchronous and may be called while the caller's thread runs an event loop itself, as
+    notebooks do, so the asset has its own loop. Raises BundleError for a file that the runtime refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_program(path)
+        self.path = path
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name=f"coreai {path.name}", daemon=True)
+        self._thread.start()
+        self._open = AsyncExitStack()
+        self._functions: dict[str, Any] = {}
+        try:
+            self._model = self._wait(self._enter())
+        except Exception as error:
+            self.close()
+            raise BundleError(
+                f"{path}: Core AI cannot open it ({first_line(error)}); export the bundle again"
+            ) from error
+
+    def function(self, name: str) -> Any:
+        """A function of the asset, loaded on first use. Raises BundleError for one that it does not have."""
+        if name not in self._functions:
+            if name not in self._model.function_names:
+                raise BundleError(f"{self.path}: it has no function {name!r}; export the bundle again")
+            self._functions[name] = self._model.load_function(name)
+        return self._functions[name]
+
+    def call(self, name: str, inputs: Arrays, state: Arrays) -> Arrays:
+        """The outputs of a function by name. Writes the new rows into ``state``. Raises BundleError."""
+        function = self.function(name)
+
+        async def run() -> Arrays:
+            outputs: Arrays = await function(dict(inputs), dict(state))
+            return outputs
+
+        try:
+            return self._wait(run())
+        except Exception as error:
+            raise BundleError(f"{self.path}: {name} failed in Core AI's runtime ({first_line(error)})") from error
+
+    def close(self) -> None:
+        """Release the asset and end its thread."""
+        self._functions.clear()
+        self._model = None
+        self._wait(self._open.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _enter(self) -> Any:
+        return await self._open.enter_async_context(AIModelAsset.load(self.path).executable())
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def check_program(asset: Path) -> None:
+    """Raise BundleError for a missing or damaged file: Apple's compiler would end the whole process."""
+    try:
+        with (asset / PROGRAM).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").digest()
+        expected = (asset / DIGEST).read_bytes()
+    except OSError as error:
+        raise BundleError(f"{asset}: not an asset of Core AI ({error.strerror})") from error
+    if found != expected:
+        raise BundleError(f"{asset / PROGRAM} is damaged: its sha256 is not that in {DIGEST}; export the bundle again")
+
 
 MODEL = "model"
 """Role of the asset."""

@@ -26,8 +26,7 @@ from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.adapter import AdapterTensors
 from ssdevice.runtime.onnx.cache import LANES, RowCache
-from ssdevice.runtime.onnx.memory import give_back
-from ssdevice.runtime.onnx.sessions import SharedBase, check_tensors, kernel_times
+from ssdevice.runtime.onnx.sessions import SharedBase, check_tensors, give_back, kernel_times
 from ssdevice.tree import Tree
 
 if TYPE_CHECKING:

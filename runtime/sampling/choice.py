@@ -1,8 +1,4 @@
-"""The choice of a token from a row of logits, and of a path through a draft tree from the rows of its nodes.
-
-A choice is a pure function of the text before it, the row's logits, and the seed. So a draft only decides whether the
-token after next is known already, never which token is chosen.
-"""
+"""X"""
 
 from __future__ import annotations
 
@@ -21,6 +17,29 @@ from ssdevice.runtime.sampling.noise import Integers, Scores, sample, sample_all
 from ssdevice.runtime.sampling.options import Processors, Sampling
 from ssdevice.runtime.sampling.structure import Grammar
 from ssdevice.tree import Tree
+
+
+class Compiled:
+    """Functions of the kernels' library (``native``) for one answer; rows of numbers are side by side in memory.
+
+    They agree with those in NumPy here, unless two scores or sums are closer than 1e-12.
+    """
+
+    def __init__(self, library: Any, s: Sampling) -> None:
+        self._choose, self._log_total = library.ssdevice_choose, library.ssdevice_log_total
+        self._choose.argtypes = [c_void_p, c_int64, *4 * [c_double], c_int64, c_uint64, c_int64]
+        self._log_total.argtypes, self._log_total.restype = [c_void_p, c_int64, c_void_p, c_int64], c_double
+        whole = s.temperature, 1.0, 0.0, 1.0, 0, s.seed
+        self._draws = whole, (s.temperature, s.top_p, s.min_p, s.typical_p, s.top_k, s.seed)
+
+    def choose(self, scores: Scores, position: int, truncated: bool = True) -> int:
+        """The token at a position from processed logits ``[V]``; negative if they have none, or are not numbers."""
+        return int(self._choose(scores.ctypes.data, len(scores), *self._draws[truncated], position))
+
+    def log_total(self, logits: Scores, count: int) -> tuple[float, list[int]]:
+        """The logarithm of the sum of ``exp(logits [V])``, and the likeliest ``ids [count]``, ties to the lowest."""
+        ids = np.zeros(count, np.int32)
+        return self._log_total(logits.ctypes.data, len(logits), ids.ctypes.data, count), ids.tolist()
 
 
 @dataclass(frozen=True)

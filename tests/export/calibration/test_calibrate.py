@@ -17,8 +17,12 @@ from ssdevice.cli import main  # noqa: E402
 from ssdevice.config import Mode, Schedule, StreamConfig  # noqa: E402
 from ssdevice.data import read_examples  # noqa: E402
 from ssdevice.errors import SSDeviceError  # noqa: E402
-from ssdevice.export.calibration.calibrate import calibrate  # noqa: E402
-from ssdevice.export.calibration.job import ROWS, calibrated_job, chosen_rows  # noqa: E402
+from ssdevice.export.calibration.calibrate import (  # noqa: E402
+    ROWS,
+    calibrate,
+    calibrated_job,
+    chosen_rows,
+)
 from ssdevice.export.calibration.rows import Rows, tokenized  # noqa: E402
 from ssdevice.export.exporter import ExportJob  # noqa: E402
 from ssdevice.export.onnx.exporter import OnnxExporter  # noqa: E402

@@ -8,8 +8,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the export extra")
 from torch import Tensor  # noqa: E402
 
-from ssdevice.export.calibration.grid import Grid, lowest, symmetric, unclipped  # noqa: E402
-from ssdevice.export.calibration.rounding import calibrated  # noqa: E402
+from ssdevice.export.calibration.grid import (  # noqa: E402
+    Grid,
+    calibrated,
+    lowest,
+    symmetric,
+    unclipped,
+)
 from ssdevice.export.mlprogram.weights import int4_grid  # noqa: E402
 from ssdevice.export.onnx.quantization import INT4_GRID, Int4Weight  # noqa: E402
 

@@ -8,8 +8,8 @@ import torch
 from coreai.runtime import NDArray
 from torch import Tensor, nn
 
-from ssdevice.export.coreai.conversion import TorchConverter, get_decomp_table
-from ssdevice.runtime.coreai.asset import OpenAsset
+from ssdevice.export.coreai.exporter import TorchConverter, get_decomp_table
+from ssdevice.runtime.coreai.engine import OpenAsset
 
 
 def computed(module: nn.Module, x: Tensor, folder: Path) -> Tensor:

@@ -24,8 +24,7 @@ from ssdevice.export.coreai.weights import Integers
 from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.plan import Quant, make_plan
 from ssdevice.model.loading import load
-from ssdevice.runtime.coreai.asset import PROGRAM
-from ssdevice.runtime.coreai.engine import CACHE_DTYPE, CoreAIEngine
+from ssdevice.runtime.coreai.engine import CACHE_DTYPE, PROGRAM, CoreAIEngine
 from tests.conformance.engine_driver import OracleDriver
 from tests.conformance.oracle import check, drive
 from tests.runtime.sampling.promise import SAMPLERS, check_forced_drafts

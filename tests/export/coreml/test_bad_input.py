@@ -19,7 +19,7 @@ from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.manifest import AdapterKind, App, CacheDtype, Precision
 from ssdevice.cli import main
 from ssdevice.contract import CacheForm, functions
-from ssdevice.export.coreml.compact import PROGRAM
+from ssdevice.export.coreml.apps import PROGRAM
 from ssdevice.export.coreml.exporter import PACKAGE
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.export.stages import export_bundle

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 from ssdevice.config import Mode, Schedule  # noqa: E402
 from ssdevice.contract import KEYS, VALUES, CacheForm, functions  # noqa: E402
 from ssdevice.errors import BundleError  # noqa: E402
-from ssdevice.export.coreml.compact import PROGRAM, compact  # noqa: E402
+from ssdevice.export.coreml.apps import PROGRAM, compact  # noqa: E402
 from ssdevice.export.coreml.convert import CACHE_DTYPE  # noqa: E402
 from ssdevice.export.driver import EngineDriver  # noqa: E402
 from ssdevice.export.mlprogram.options import KVWrite  # noqa: E402

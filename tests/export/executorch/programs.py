@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle
 from ssdevice.config import Mode, Schedule
-from ssdevice.export.calibration.job import smoothed_job
+from ssdevice.export.calibration.calibrate import smoothed_job
 from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.exporter import ExportJob

@@ -77,7 +77,7 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
 @pytest.mark.parametrize("family", MODELS)
 def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_path: Path) -> None:
     pytest.importorskip("coremltools", reason="needs the coreml extra")
-    from ssdevice.export.executorch import coreml_lowering as executorch_coreml
+    from ssdevice.export.executorch import coreml_exporter as executorch_coreml
 
     model, geometry = tiny(family)
     options = SimpleNamespace(quant=Quant.FP16, chosen=lambda kind: kind())

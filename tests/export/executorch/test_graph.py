@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ssdevice.config import Schedule, StreamConfig
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functions
-from ssdevice.export.executorch.attention import attending
 from ssdevice.export.executorch.graph import Products, tidy
+from ssdevice.export.executorch.state import attending
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.reference import int32
 from ssdevice.export.state_form import InternalCacheForm, state_shape

@@ -56,8 +56,7 @@ def test_it_runs_below_an_event_loop(engine: Any) -> None:
 
 
 def test_a_damaged_asset_is_refused(engine: Any, tmp_path: Path) -> None:
-    from ssdevice.runtime.coreai.asset import PROGRAM
-    from ssdevice.runtime.coreai.engine import CoreAIEngine
+    from ssdevice.runtime.coreai.engine import PROGRAM, CoreAIEngine
 
     damaged = tmp_path / engine.source.name
     shutil.copytree(engine.source, damaged)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdevice.runtime.onnx.memory import SMAPS, give_back
+from ssdevice.runtime.onnx.sessions import SMAPS, give_back
 
 PAGES = 64
 
