@@ -1,15 +1,16 @@
-"""The interface of exporters: the job that each is given, and what it wrote."""
+"""The interface of exporters: the job that each is given, what it wrote, and apps as functions of one file."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ssdevice.bundle.manifest import App
+from ssdevice.bundle.manifest import AdapterKind, App
 from ssdevice.config import Schedule
-from ssdevice.contract import CacheForm
+from ssdevice.contract import ONE_ROW, CacheForm
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.progress import Report
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from ssdevice.export.calibration.grid import Grid
     from ssdevice.model.loading import LoadedModel
+
 
 FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
 """The note in a bundle whose job was ``folded``."""
@@ -131,3 +133,45 @@ class Exporter(ABC):
     @abstractmethod
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written files with the reference. Returns the largest differences; raises ParityError."""
+
+
+Names = Mapping[str, str]
+"""The contract's functions -> their names in a file."""
+
+
+def function_names(plan: ExportPlan) -> dict[str, Names]:
+    """By app: its functions of the contract -> their names in the file.
+
+    A merged app uses the contract's names. Apps that do not change main rows share the base's functions of one row.
+    """
+    if plan.merged:
+        return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
+    table: dict[str, Names] = {}
+    taken = set(plan.function_names)
+    for app in plan.apps:
+        suffix = "" if app.folder is None else f"_{re.sub(r'[^A-Za-z0-9_]', '_', app.name)}"
+        own = plan.of(app).function_names
+        while suffix and any(f"{name}{suffix}" in taken for name in own):
+            suffix += "_"
+        names = {name: name if name in ONE_ROW and not app.has_lora else f"{name}{suffix}" for name in own}
+        taken.update(names.values())
+        table[app.name] = names
+    return table
+
+
+def app_results(plan: ExportPlan, table: Mapping[str, Names]) -> dict[str, App]:
+    """What the manifest says of each app; nothing of a merged one, whose functions are the bundle's."""
+    if plan.merged:
+        return {}
+    return {
+        app.name: app.entry(app.name, plan.identity.sha256, AdapterKind.FUNCTION, functions=dict(table[app.name]))
+        for app in plan.apps
+    }
+
+
+def jobs(job: ExportJob) -> Iterator[tuple[AppPlan, ExportJob]]:
+    """A job for each app in turn; finish with one before taking the next."""
+    first, *others = job.plan.apps
+    yield first, replace(job, plan=job.plan.of(first))
+    for app in others:
+        yield app, job.for_app(app)

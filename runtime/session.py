@@ -13,13 +13,12 @@ from ssdevice import arguments
 from ssdevice.contract import PLAIN, STEP, VERIFY_PLAIN
 from ssdevice.errors import InputError
 from ssdevice.runtime.adaptive import Adaptive
-from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.generation import Generation, Reason, Run
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, MODES, PLAIN_STEP, SPECULATIVE, Cancelled, check_prompt, decode
-from ssdevice.runtime.opened import OpenBundle
+from ssdevice.runtime.opened import OpenBundle, in_worker
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.structure import open_grammar

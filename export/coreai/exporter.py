@@ -15,11 +15,10 @@ from torch.nn.utils import parametrize
 from ssdevice.config import Schedule
 from ssdevice.contract import LOGITS, PLAIN, STEP, CacheForm, FunctionSpec
 from ssdevice.errors import SSDeviceError, first_line
-from ssdevice.export.app_functions import app_results, function_names, jobs
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreai.weights import GROUP, INT4_GRID, stored
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
+from ssdevice.export.exporter import Exporter, ExportJob, TargetResult, app_results, function_names, jobs
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.gate import FLOAT_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32

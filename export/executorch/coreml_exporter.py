@@ -26,7 +26,7 @@ from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS
 from ssdevice.export.executorch.lowering import constants_of, lower, traced
-from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
+from ssdevice.export.executorch.target import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops

@@ -15,10 +15,10 @@ from ssdevice.bundle.manifest import SCHEMA_VERSION
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.executorch.graph import Products, delegation, tidy, worthwhile, write_last
-from ssdevice.export.executorch.options import ExecutorchOptions
 from ssdevice.export.executorch.slots import untouch
 from ssdevice.export.executorch.speed import emptied_caches, faster
 from ssdevice.export.executorch.state import VisibleForm
+from ssdevice.export.executorch.target import ExecutorchOptions
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import example_inputs

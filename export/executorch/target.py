@@ -1,13 +1,14 @@
-"""The ExecuTorch target on the export side."""
+"""The ExecuTorch target on the export side, and the options that only its exports have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssdevice.contract import LOGITS, PLAIN
 from ssdevice.errors import ConfigError
-from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
 from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
 from ssdevice.export.target import AsStored, ExportTarget, TargetOptions
 
@@ -17,6 +18,31 @@ if TYPE_CHECKING:
     from ssdevice.export.plan import ExportOptions
     from ssdevice.model.step import StreamModel
     from ssdevice.runtime.engine import Engine, EngineOptions
+
+
+GIVES_LOGITS = "step and step_plain also return their logits, for `ssdevice verify`"
+"""The note in a bundle that was exported with ``logits``."""
+
+
+class Delegate(StrEnum):
+    """The backend of a program's operators: XNNPACK on all CPUs, or Core ML on Apple's systems."""
+
+    XNNPACK = "xnnpack"
+    COREML = "coreml"
+
+
+@dataclass(frozen=True)
+class ExecutorchOptions(TargetOptions):
+    """``delegate``: see Delegate. ``logits``: functions also return their logits, for the margins in ``verify``."""
+
+    owner: ClassVar[str] = "ExecuTorch's"
+    texts: ClassVar[Mapping[str, str]] = {
+        "delegate": "the backend of a program; coreml runs only on Apple's systems",
+        "logits": "the program shows `verify` its logits, for development",
+    }
+
+    delegate: Delegate = Delegate.XNNPACK
+    logits: bool = False
 
 
 class ExecutorchTarget(ExportTarget):

@@ -23,8 +23,7 @@ import numpy as np
 
 from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROWS, STEP, TOKENS, Geometry
 from ssdevice.errors import ParityError
-from ssdevice.export.app_functions import jobs
-from ssdevice.export.exporter import ExportJob
+from ssdevice.export.exporter import ExportJob, jobs
 from ssdevice.export.parity.difference import Array, as_stored
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import Bounds, Shown

@@ -29,15 +29,8 @@ from torch import Tensor, nn
 
 from ssdevice.config import Schedule
 from ssdevice.errors import ParityError
-from ssdevice.export.parity.difference import (
-    Array,
-    RoundedTo,
-    difference,
-    distinct,
-    moved_by_edges,
-    product_difference,
-    worst_column,
-)
+from ssdevice.export.parity.difference import Array, difference, distinct, product_difference, worst_column
+from ssdevice.export.parity.rounding import RoundedTo, moved_by_edges
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank, StreamRowAdapter

@@ -9,8 +9,8 @@ from contextlib import aclosing, asynccontextmanager, closing
 from time import monotonic
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.asynchronous import in_worker
 from ssdevice.runtime.generation import Generation
+from ssdevice.runtime.opened import in_worker
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.structure import call_structure
 from ssdevice.runtime.session import Session

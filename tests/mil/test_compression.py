@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the step is a torch module")
 
 from ssdevice.config import Mode, Schedule
 from ssdevice.contract import DRAFTS, FUNCTIONS, LENGTH, ROOT
-from ssdevice.export.coreml.convert import save
+from ssdevice.export.coreml.exporter import save
 from ssdevice.export.coreml.logits import logits_of
 from ssdevice.export.mlprogram.options import KVWrite
 from ssdevice.export.mlprogram.program import MAIN

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the step is a torch module")
 from ssdevice.config import Schedule  # noqa: E402
 from ssdevice.contract import COUNT, DRAFTS, KEYS, LENGTH, ROOT, TOKENS, VALUES  # noqa: E402
 from ssdevice.errors import InputError  # noqa: E402
-from ssdevice.export.coreml.convert import convert, save  # noqa: E402
+from ssdevice.export.coreml.exporter import convert, save  # noqa: E402
 from ssdevice.export.mlprogram.options import KVWrite  # noqa: E402
 from ssdevice.mil.operations import ExecutionError  # noqa: E402
 from ssdevice.mil.program import Program  # noqa: E402

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import COUNT, DRAFTS, KEYS, LENGTH, ROOT, STEP, TOKENS, VALUES, Geometry
-from ssdevice.export.coreml.convert import convert, save
+from ssdevice.export.coreml.exporter import convert, save
 from ssdevice.export.mlprogram.options import KVWrite
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package

@@ -28,8 +28,8 @@ from ssdevice.contract import (
     Geometry,
     functions,
 )
-from ssdevice.export.coreml import convert as conversion
-from ssdevice.export.coreml.convert import CACHE_DTYPE, convert, save
+from ssdevice.export.coreml import exporter as conversion
+from ssdevice.export.coreml.exporter import CACHE_DTYPE, convert, save
 from ssdevice.export.mlprogram.graph import functional, name_inputs
 from ssdevice.export.mlprogram.options import Deployment, KVWrite
 from ssdevice.export.mlprogram.program import to_program

@@ -10,7 +10,7 @@ import torch
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CHOOSING, FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
-from ssdevice.export.coreml.convert import convert, save
+from ssdevice.export.coreml.exporter import convert, save
 from ssdevice.export.mlprogram.options import KVWrite
 from ssdevice.export.mlprogram.weights import compress
 from ssdevice.export.plan import Quant

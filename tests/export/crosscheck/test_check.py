@@ -20,7 +20,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import NOT_APPLIED
 from ssdevice.cli import main
 from ssdevice.errors import InputError, ParityError
-from ssdevice.export.crosscheck import check
+from ssdevice.export.crosscheck import check as crosscheck
 from ssdevice.export.crosscheck.check import SKIPPED, check_export
 from ssdevice.export.crosscheck.generation import check_settings
 from ssdevice.export.exporter import ExportJob
@@ -102,7 +102,7 @@ def test_a_setting_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pyt
     base = write_base(tmp_path / "base")
     (base / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.5, "eos_token_id": 1}))
     check(base, tmp_path)  # it is known and therefore left out
-    monkeypatch.setattr(check, "unapplied", lambda _: [])
+    monkeypatch.setattr(crosscheck, "unapplied", lambda _: [])
     with pytest.raises(ParityError, match="generate.* of transformers gives token .* ssdevice does not know it"):
         check(base, tmp_path)
 
@@ -117,17 +117,17 @@ def test_a_token_that_ends_only_the_answers_of_transformers_is_refused(base: Pat
 
 def test_the_second_model_is_gone_afterwards(base: Path, plain_lora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    load = check._load
+    load = crosscheck._load
 
     def noted(*args: Any) -> Any:
         hf = load(*args)
         seen.append(weakref.ref(hf))
         return hf
 
-    monkeypatch.setattr(check, "_load", noted)
+    monkeypatch.setattr(crosscheck, "_load", noted)
     gc.disable()
     try:
-        check.expected_of(base, [plain_lora, None], [[2, 5, 6, 7], [3, 5, 9]], 96, None)
+        crosscheck.expected_of(base, [plain_lora, None], [[2, 5, 6, 7], [3, 5, 9]], 96, None)
         assert [one() for one in seen] == [None]
     finally:
         gc.enable()
@@ -137,7 +137,7 @@ def test_mapped_weights_and_short_contexts_give_the_same(base: Path, with_lora: 
     prompts = [[2, 5, 6, 7, 11, 12, 3], [3, 5, 9, 2], [3]]
     for adapters in ([None], [with_lora, None]):
         for context in (96, 16):
-            mapped, held = (check.expected_of(base, adapters, prompts, context, at) for at in (tmp_path, None))
+            mapped, held = (crosscheck.expected_of(base, adapters, prompts, context, at) for at in (tmp_path, None))
             assert len(mapped) == len(adapters)
             for one, other in zip(chain(*mapped), chain(*held), strict=True):
                 assert (one.tokens, one.first, one.chosen) == (other.tokens, other.first, other.chosen)

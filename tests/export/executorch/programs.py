@@ -10,7 +10,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.config import Mode, Schedule
 from ssdevice.export.calibration.calibrate import smoothed_job
 from ssdevice.export.executorch.exporter import ExecutorchExporter
-from ssdevice.export.executorch.options import ExecutorchOptions
+from ssdevice.export.executorch.target import ExecutorchOptions
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_bundle

@@ -17,7 +17,7 @@ pytest.importorskip("coremltools", reason="needs the coreml extra")
 from ssdevice.bundle.folder import Bundle
 from ssdevice.config import Mode, Schedule
 from ssdevice.errors import BundleError, ConfigError, ParityError
-from ssdevice.export.executorch.options import Delegate, ExecutorchOptions
+from ssdevice.export.executorch.target import Delegate, ExecutorchOptions
 from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
 from ssdevice.export.plan import ExportOptions, Quant, make_plan

@@ -13,8 +13,7 @@ pytest.importorskip("executorch")
 from ssdevice.cli import main
 from ssdevice.contract import LOGITS, PLAIN, PREFILL, STEP
 from ssdevice.errors import ConfigError
-from ssdevice.export.executorch.options import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.executorch.target import ExecutorchTarget
+from ssdevice.export.executorch.target import GIVES_LOGITS, ExecutorchOptions, ExecutorchTarget
 from ssdevice.export.plan import ExportOptions, Quant
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.engine import ExecutorchEngine
