@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch", reason="needs the export extra")
 from ssdevice.config import Mode, Schedule, StreamConfig  # noqa: E402
 from ssdevice.contract import FUNCTIONS, Geometry  # noqa: E402
 from ssdevice.export.coreml.exporter import convert, save  # noqa: E402
+from ssdevice.export.driver import EngineDriver  # noqa: E402
 from ssdevice.export.mlprogram.options import Deployment, KVWrite  # noqa: E402
 from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
-from ssdevice.export.driver import EngineDriver  # noqa: E402
 from ssdevice.mil.program import Program  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402

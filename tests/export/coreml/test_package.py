@@ -18,9 +18,9 @@ from ssdevice.contract import KEYS, VALUES, CacheForm, functions  # noqa: E402
 from ssdevice.errors import BundleError  # noqa: E402
 from ssdevice.export.coreml.apps import PROGRAM, compact  # noqa: E402
 from ssdevice.export.coreml.exporter import CACHE_DTYPE  # noqa: E402
+from ssdevice.export.driver import EngineDriver  # noqa: E402
 from ssdevice.export.mlprogram.options import KVWrite  # noqa: E402
 from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
-from ssdevice.export.driver import EngineDriver  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
 from ssdevice.mil.program import Program, State  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
