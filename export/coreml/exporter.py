@@ -24,8 +24,7 @@ from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import functional, name_inputs, simplify
 from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
-from ssdevice.export.mlprogram.program import to_model, to_program
-from ssdevice.export.mlprogram.quiet import ct, quiet
+from ssdevice.export.mlprogram.program import ct, quiet, to_model, to_program
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check, check_each

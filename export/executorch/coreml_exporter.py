@@ -33,9 +33,8 @@ from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import simplify
 from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import CoreMLOptions
-from ssdevice.export.mlprogram.program import MAIN, to_model, to_program
-from ssdevice.export.mlprogram.quiet import ct
-from ssdevice.export.mlprogram.quiet import quiet as quiet_conversion
+from ssdevice.export.mlprogram.program import MAIN, ct, to_model, to_program
+from ssdevice.export.mlprogram.program import quiet as quiet_conversion
 from ssdevice.export.mlprogram.stored import adopt_weights
 from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check

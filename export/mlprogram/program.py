@@ -6,18 +6,37 @@ Here the program in memory is compressed (``weights``) and joined, with the same
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from hashlib import sha256
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from torch.export import ExportedProgram
+from tqdm import tqdm
 
 from ssdevice.export.mlprogram.options import Deployment
-from ssdevice.export.mlprogram.quiet import ct
+from ssdevice.export.quiet import quiet as silenced
 from ssdevice.model.mapped import release
+
+# On import, coremltools reports missing native parts and packages that are newer than it was tested with.
+for _name in ("coremltools", "torchao"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+import coremltools as ct  # noqa: E402
+
+__all__ = ["ct", "quiet"]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """In this context coremltools and torch report only errors; the caller reports progress."""
+    hidden = patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
+    with hidden, silenced("coremltools", "torch"):
+        yield
+
 
 MAIN = "main"
 """The name that coremltools gives the only function of a program."""

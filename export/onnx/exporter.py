@@ -25,8 +25,7 @@ from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
 from ssdevice.export.onnx.fused import add_norms, best_columns, join_regions
 from ssdevice.export.onnx.linears import SMALL
-from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize
-from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize, simulated
 from ssdevice.export.onnx.shown import OnnxShown, Written, written
 from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each

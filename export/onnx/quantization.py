@@ -8,8 +8,9 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import ClassVar
@@ -17,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 import torch
+from torch import Tensor, nn
 
 from ssdevice.adapters.storage import int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
@@ -25,8 +27,12 @@ from ssdevice.export.onnx.functions import BLOCK
 from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower, row_form
 from ssdevice.export.onnx.slots import SlotBook, down, lower_alone, up
 from ssdevice.export.plan import Quant
+from ssdevice.model.attention import Attending, Attention
+from ssdevice.model.lora import LoraLinear
 from ssdevice.model.mapped import release
 from ssdevice.model.roles import Part as ModelPart
+from ssdevice.model.step import StreamModel
+from ssdevice.model.streams import StreamRowAdapter, low_rank_factors
 from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
 
 
@@ -175,3 +181,79 @@ def _lower_embeddings(edit: Editor, store: WeightStore, exact: bool) -> None:
             sizes = (content.shape[1], prod(shape))
             columns = edit.insert(node, "Gather", [stored, flat], sizes, ir.DataType.FLOAT, {"axis": 1})
             edit.replace(node, edit.reshape(node, edit.transpose(node, columns, [1, 0]), tuple(out)))
+
+
+@contextmanager
+def simulated(
+    model: StreamModel, quant: Quant, slotted: bool = False, keep: bool = True, cache_dtype: str = "float32"
+) -> Iterator[None]:
+    """Within this context linears and the embedding compute what their exported forms compute, up to float rounding.
+
+    ``slotted``: low-rank terms beside linears are in slots. Without ``keep`` the model gives up its own weights, which
+    saves their memory: afterwards the model still has those of the exported forms. ``cache_dtype``: attention rounds
+    keys and values to it.
+    """
+    if quant is Quant.FP32:
+        yield
+        return
+    backbone, operators = model.backbone, model.backbone.operators
+    eight_bits = (backbone.embed_tokens, backbone.lm_head, model.draft_head)
+    with ExitStack() as undo:
+        if cache_dtype != "float32":
+            rounding = partial(_attend_rounded, operators.attention, getattr(torch, cache_dtype))
+            undo.callback(setattr, backbone, "operators", operators)
+            backbone.operators = replace(operators, attention=rounding)
+        done: set[int] = set()
+        own = model.streams.own_terms() if model.streams is not None else []
+        downs, floats = _slots(model) if slotted else (set(), {part for term in own for part in term.children()})
+        for part in model.modules():
+            if not isinstance(part, (nn.Linear, nn.Embedding)) or part in floats:
+                continue
+            if part.weight.numel() < SMALL and part not in downs:
+                continue
+            whole = quant is Quant.INT8 or part in eight_bits or part in downs
+            if isinstance(part, nn.Linear):
+                undo.enter_context(part.register_forward_pre_hook(partial(_rounded, None if whole else BLOCK)))
+            weight = part.weight
+            if id(weight) in done:
+                continue
+            done.add(id(weight))
+            form = (Int8Weight if whole else Int4Weight).of(weight.detach().float().numpy().T)
+            if keep:
+                undo.callback(setattr, weight, "data", weight.data)
+                weight.data = torch.from_numpy(np.ascontiguousarray(form.dequantized().T)).to(weight.dtype)
+            else:
+                weight.data.copy_(torch.from_numpy(form.dequantized().T))
+                release()
+        yield
+
+
+def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> Tensor:
+    """Attention over rows as a cache holds them, the new ones included."""
+    keys, values = ([run.to(dtype).to(run.dtype) for run in runs] for runs in (asked.keys, asked.values))
+    return attend(replace(asked, keys=keys, values=values))
+
+
+def _slots(model: StreamModel) -> tuple[set[nn.Module], set[nn.Module]]:
+    """Factors that a slot holds in eight bits, and those that it holds in float32."""
+    quantized = {
+        part.adapter
+        for part in model.modules()
+        if isinstance(part, (LoraLinear, StreamRowAdapter))
+        and isinstance(part.base, nn.Linear)
+        and part.base.weight.numel() >= SMALL
+    }
+    downs: set[nn.Module] = {term.down for term in quantized}
+    return downs, low_rank_factors(model) - downs
+
+
+def _rounded(block: int | None, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Each block of values of a row (None: the row) to 255 levels of its largest magnitude, as the kernels do."""
+    x = inputs[0]
+    width = x.shape[-1]
+    blocks = nn.functional.pad(x, (0, -width % (block or width))).reshape(*x.shape[:-1], -1, block or width)
+    peak = blocks.abs().amax(dim=-1, keepdim=True)
+    scale = peak / LEVELS if block else peak * (1 / LEVELS)
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    levels = torch.clamp(torch.round(blocks / safe), -LEVELS - 1, LEVELS)
+    return ((levels * scale).reshape(*x.shape[:-1], -1)[..., :width],)

@@ -41,7 +41,7 @@ class OnnxTarget(ExportTarget):
         if precision not in (Precision.INT8, Precision.INT4) or bundle.manifest.calibrated_rows:
             return super().as_stored(bundle, app, model)
         from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
-        from ssdevice.export.onnx.reference import simulated
+        from ssdevice.export.onnx.quantization import simulated
         from ssdevice.runtime.opened import tokenizer_of
 
         if NOTE in bundle.manifest.notes:

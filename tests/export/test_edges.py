@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.onnx.quantization import simulated
 from ssdevice.export.parity.difference import distinct, worst_column
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.products import QUANTIZED

@@ -11,7 +11,7 @@ import torch
 from ssdevice.config import Schedule
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.onnx.quantization import simulated
 from ssdevice.export.parity import gate
 from ssdevice.export.parity.follow import follow
 from ssdevice.export.parity.gate import FLOAT_JITTER, HALF_JITTER, QUANTIZED_JITTER, check, compare

@@ -26,8 +26,10 @@ from ssdevice.export.calibration.calibrate import (  # noqa: E402
 from ssdevice.export.calibration.rows import Rows, tokenized  # noqa: E402
 from ssdevice.export.exporter import ExportJob  # noqa: E402
 from ssdevice.export.onnx.exporter import OnnxExporter  # noqa: E402
-from ssdevice.export.onnx.quantization import INT4_GRID  # noqa: E402
-from ssdevice.export.onnx.reference import simulated  # noqa: E402
+from ssdevice.export.onnx.quantization import (  # noqa: E402
+    INT4_GRID,
+    simulated,
+)
 from ssdevice.export.onnx.target import OnnxTarget  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant, make_plan  # noqa: E402
 from ssdevice.model.loading import build, load  # noqa: E402

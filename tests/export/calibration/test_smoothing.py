@@ -10,7 +10,7 @@ from torch import Tensor, nn  # noqa: E402
 from ssdevice.bench.against_torch import main_logits  # noqa: E402
 from ssdevice.config import Mode, StreamConfig  # noqa: E402
 from ssdevice.export.calibration.smoothing import smooth  # noqa: E402
-from ssdevice.export.onnx.reference import simulated  # noqa: E402
+from ssdevice.export.onnx.quantization import simulated  # noqa: E402
 from ssdevice.export.plan import Quant  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402

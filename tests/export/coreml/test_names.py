@@ -32,8 +32,7 @@ from ssdevice.export.coreml import exporter as conversion
 from ssdevice.export.coreml.exporter import CACHE_DTYPE, convert, save
 from ssdevice.export.mlprogram.graph import functional, name_inputs
 from ssdevice.export.mlprogram.options import Deployment, KVWrite
-from ssdevice.export.mlprogram.program import to_program
-from ssdevice.export.mlprogram.quiet import ct
+from ssdevice.export.mlprogram.program import ct, to_program
 from ssdevice.mil.reader import Package
 from ssdevice.model.loading import build
 from ssdevice.runtime.coreml.engine import check_package

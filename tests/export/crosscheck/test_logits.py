@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ssdevice.errors import ParityError
-from ssdevice.export.crosscheck.logits import Expected, compare_logits
+from ssdevice.export.crosscheck.check import Expected, compare_logits
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
 from tests.model.tiny import MODELS, VOCAB, randomise, tiny_config, tiny_model

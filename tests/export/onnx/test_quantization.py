@@ -9,8 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ssdevice.config import StreamConfig
-from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight
-from ssdevice.export.onnx.reference import simulated
+from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight, simulated
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import build
 from ssdevice.model.roles import roles_of
