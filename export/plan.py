@@ -198,7 +198,7 @@ def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
     _check_form(options, target, merged)
     folder = resolve_folder(options.model)
     config = read_config(folder)
-    stored_tensors(folder)  # before whole files are hashed, of which a header says that they are damaged
+    stored_tensors(folder)  # damaged headers are found before whole files are hashed
     calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
     identity = BaseIdentity.of(folder, config)
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
@@ -270,7 +270,7 @@ def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:
 
 
 def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: bool) -> AppPlan:
-    """An app whose adapter fits the base and, unless it is ``merged``, beside others; raises InputError."""
+    """An app with an adapter that fits the base and, unless ``merged``, other apps; raises InputError."""
     check_rule("an app's name", name, NAME)
     if not adapter.is_dir():
         raise InputError(f"--adapter {name}={adapter}: no such folder")
@@ -299,10 +299,7 @@ def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], repeats: int) -> Tree:
-    """The requested tree, or the chain of the streams that all apps have.
-
-    A tree without streams is a chain, whose drafts repeat the text, by default as many as ``repeats``.
-    """
+    """The requested tree, or the chain of the streams that all apps have; without streams, of ``repeats`` drafts."""
     gammas = {app.name: app.settings.streams.gamma for app in apps if app.settings is not None}
     if not gammas:
         tree = options.tree or Tree.chain(repeats)

@@ -21,7 +21,7 @@ from ssdevice.text.chat_template import PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
 COLLECT_AFTER = 100_000
-"""New objects before garbage is searched for; Python's default of 700 took 6 % of an ExecuTorch export."""
+"""New objects before a search for garbage; with Python's default of 700 it took 6 % of an ExecuTorch export."""
 
 STAGES = {
     "load the model": 5, "compare with transformers": 8, "calibrate": 1, "write the graphs": 54, "check parity": 32
@@ -80,7 +80,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
 
 @contextmanager
 def fewer_collections() -> Iterator[None]:
-    """In this context garbage is searched for less often: while graphs grow, a search goes over all their objects."""
+    """In this context garbage is searched for less often: each search visits all objects of a growing graph."""
     before = gc.get_threshold()
     gc.set_threshold(COLLECT_AFTER, *before[1:])
     try:

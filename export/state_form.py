@@ -93,7 +93,7 @@ class InternalCacheForm(nn.Module):
         state: Tensor,
         length: Tensor,
     ) -> Tensor:
-        """Draft after a verified ``path [A]``, whose ``count [1]`` rows move to the front: ``length`` counts them."""
+        """Draft after a verified ``path [A]`` and move its ``count [1]`` rows to the front; ``length`` counts them."""
         start = length - count
         rows = self.rows_at(start + path)
         drafts = module.model.draft_after(state[None], token, start, count - 1, past, rows, module.k)
@@ -131,5 +131,5 @@ def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:
 
 
 def example_inputs(spec: FunctionSpec) -> tuple[Tensor, ...]:
-    """Inputs with which a function is traced."""
+    """Inputs to trace a function with."""
     return tuple(torch.ones([int(size) for size in one.shape], dtype=getattr(torch, one.dtype)) for one in spec.inputs)

@@ -25,16 +25,14 @@ if TYPE_CHECKING:
     from ssdevice.runtime.engine import Engine, EngineOptions
 
 AsStored = tuple[AbstractContextManager[object] | None, "Precision"]
-"""A context in which a torch model rounds as a bundle does (None if there is none), and the precision of the remaining
-differences."""
+"""A context that makes a torch model round as a bundle does, or None, and the precision of what still differs."""
 
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """Options of some targets only: the base of frozen dataclasses whose fields are False or a value of an Enum.
+    """Base of a target's own options: frozen dataclasses with fields that are flags or values of an Enum.
 
-    ``owner``: the owner in the genitive, such as "Core ML's". ``texts``: every field with the text of its flag, which
-    has its name.
+    ``owner``: in the genitive, such as "Core ML's". ``texts``: the help of each field's flag.
     """
 
     owner: ClassVar[str]
@@ -97,7 +95,7 @@ class ExportTarget(ABC):
         return {}
 
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
-        """An engine whose conversations keep ``logits [emitted, vocab]`` of their last step; None if there is none."""
+        """An engine that shows logits (``Conversation.logits``); None if there is none."""
         return None
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:

@@ -1,4 +1,4 @@
-"""Adds an app to a bundle whose base has slots: checks its adapter, writes it in the target's form, and lists it."""
+"""Adds an app to a bundle with slots: checks its adapter, writes it in the target's form, and lists it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NGram = tuple[int, ...]
 
 
 class Lookup:
-    """An ``Advance`` (see ``ssdevice.runtime.loop``): a step whose drafts may repeat the text of its conversation.
+    """An ``Advance`` (``ssdevice.runtime.loop``): a step with drafts that may repeat the text of the conversation.
 
     ``lead``: how much more often lookup was right than the first candidate of a stream, where the two differed. Drafts
     are looked up while it is positive, and learned from in any case. It lasts from one answer to the next.

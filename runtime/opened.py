@@ -187,10 +187,10 @@ S = TypeVar("S", bound=OpenBundle)
 
 
 def in_worker(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncGenerator[T, None]]:
-    """A method whose answer is computed in ``worker``, an executor of one thread.
+    """The method with its answer computed in ``worker``, a thread.
 
     A request is checked when its first piece is asked for. Cancelling the task, or closing the iterator, ends the
-    answer after the call of the model that is under way.
+    answer after the model's current call.
     """
 
     @wraps(call)

@@ -62,7 +62,7 @@ class Grid:
 DAMPING = 0.01
 """Added to the moments' diagonal, relative to its mean: what rows this few say of inputs is uncertain."""
 CHUNK = 128
-"""Columns whose effect on all later ones is added at once."""
+"""Columns that are rounded before their errors are spread over all later ones at once."""
 SHRINK = tuple(1 - 0.05 * i for i in range(9))
 """Scales that are tried, relative to round-to-nearest's: a block with one large weight gains by clipping it."""
 
@@ -71,7 +71,7 @@ SILENT = 1e-30
 
 
 def calibrated(weight: Tensor, moments: Tensor, grid: Grid) -> Tensor:
-    """``weight [N, K]`` on the grid, for inputs whose second moments are ``moments [K, K]``."""
+    """``weight [N, K]`` on the grid, for inputs with the second moments ``moments [K, K]``."""
     outputs, inputs = weight.shape
     block = grid.block or inputs
     blocks = -(-inputs // block)

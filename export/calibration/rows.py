@@ -15,7 +15,7 @@ from ssdevice.model.visibility import additive, causal, own_streams, stream_posi
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
 NODES = 64
-"""Tokens of a completion whose streams run, at most: they are γ times as many."""
+"""At most so many tokens of a completion start streams, which have γ times as many rows."""
 
 
 def tokenized(examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, context: int) -> list[Sample]:

@@ -135,7 +135,7 @@ def _largest(known: Tensor | None, values: Tensor) -> Tensor:
 
 
 Written = list[tuple[Tensor, float]]
-"""Parameters whose leading dimension is the channels, and what is added to each before it is used."""
+"""Parameters with the channels as their leading dimension, and what is added to each before it is used."""
 
 
 def _pairs(layer: nn.Module, found: dict[nn.Module | None, list[_Read]]) -> Iterator[tuple[_Read, list[Written]]]:

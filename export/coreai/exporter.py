@@ -77,7 +77,7 @@ class Asset:
 ASSET = "model.aimodel"
 TOOLS = ("torch", "transformers", "coreai-torch", "coreai-core")
 LARGE_CACHE = 2048
-"""Rows of a cache from which phones are reported to fail."""
+"""Phones are reported to fail with a cache of so many rows."""
 
 
 class CoreAIExporter(Exporter):

@@ -4,7 +4,7 @@ Each case is a conversation of one app: prefill calls, then steps with their dra
 at different depths, as in the parity gate. The numbers come from the saved package, run in float16 by the interpreter.
 A device may differ if two tokens are nearly as likely. ``margin`` tells when: it is the smallest distance between the
 two largest logits of any row that decided a token of the step, in the float32 reference with the package's weights.
-``texts`` are for the host's tokenizer: texts with their ids, in which special tokens are parsed.
+``texts`` are for the host's tokenizer: texts with their ids; special tokens are parsed.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ APPLIED = {
 
 
 def generation_config(folder: Path) -> GenerationConfig:
-    """The settings with which ``AutoModelForCausalLM`` loads a folder; raises InputError."""
+    """The settings that ``AutoModelForCausalLM`` loads from a folder; raises InputError."""
     from transformers import GenerationConfig
 
     file, form = folder / GENERATION_CONFIG_FILE, dict[str, Any]()

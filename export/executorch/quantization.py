@@ -39,7 +39,7 @@ class Quantized:
 
 
 def quantized(model: StreamModel, quant: Quant) -> Quantized:
-    """A copy of the model whose linears and embedding compute in torch what the lowered graph computes.
+    """A copy of the model with linears and embedding that compute in torch what the lowered graph computes.
 
     Low-rank adapters stay float32: they are small, and what they add is smaller than the rounding of their input.
     """
@@ -81,7 +81,7 @@ def release(model: StreamModel, kept: StreamModel) -> None:
 
 
 def map_codes(model: StreamModel, folder: Path) -> None:
-    """Move the codes of quantized weights to files in ``folder``, from which they are mapped."""
+    """Map the codes of quantized weights from files in ``folder``."""
     for part in model.modules():
         codes = getattr(getattr(part, "weight", None), "qdata", None)
         if codes is not None:

@@ -33,7 +33,7 @@ from ssdevice.model.streams import LowRank
 from ssdevice.runtime.executorch.program import SET_ADAPTER
 
 OWNER = "module.model"
-"""The path of the model in a program's functions, with which the names of slots begin."""
+"""The path of the model in a program's functions; names of slots begin with it."""
 
 
 class SlotFactors(nn.Module):
@@ -98,7 +98,7 @@ def check_apps(plan: ExportPlan) -> AppPlan:
 
 
 def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamModel, SlotLayout]:
-    """The base, with a slot wherever one of these adapters has factors, and their layout, with which apps are added."""
+    """The base with a slot wherever an adapter has factors, and the slots' layout, from which apps are added later."""
     plan = job.plan
     variant = check_apps(plan).variant
     model = template(job, variant).loaded.model
@@ -139,7 +139,7 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
 
 
 def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:
-    """Replace factors by their slots; linears of the base whose LoRA has no slot lose it."""
+    """Replace factors by their slots; a LoRA without slots is removed."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if child in made:

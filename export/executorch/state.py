@@ -126,8 +126,8 @@ class VisibleForm(InternalCacheForm):
     def past(self) -> list[KeyValue]:
         """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.
 
-        They have no batch dimension, by which ``ColumnAttention`` tells them from new rows. As in new rows, dimension
-        2 of the keys is the number of rows.
+        ``ColumnAttention`` tells them from new rows by the missing batch dimension. As in new rows, dimension 2 of the
+        keys is the number of rows.
         """
         rows = self._visible
         return [(self.keys[i][:, :rows].transpose(1, 2), self.values[i][:, :rows]) for i in range(self.geometry.layers)]

@@ -70,7 +70,7 @@ def _half(operation: Any) -> bool:
 
 
 def to_model(programs: Mapping[str, Any], default: str, deployment: Deployment) -> Any:
-    """An MLModel with these functions, in which equal weights are stored once. ``default``: Core ML's default."""
+    """An MLModel of these functions that stores equal weights once. ``default``: Core ML's default function."""
     from coremltools.converters.mil.converter import mil_convert
     from coremltools.converters.mil.mil import Program
 

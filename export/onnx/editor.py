@@ -94,7 +94,7 @@ class Editor:
         return made
 
     def reshape(self, before: ir.Node | None, value: ir.Value, shape: Shape) -> ir.Value:
-        """``value`` with another shape, of which at most one size is unknown; a view of a view is one view."""
+        """``value`` with another shape, at most one size unknown; a view of a view is one view."""
         inner = producer(value, "Reshape")
         source = value if inner is None else source_of(inner)
         if shape_of(source) == shape:

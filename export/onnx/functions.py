@@ -18,7 +18,7 @@ BLOCK = 32
 ZERO_POINT = 128
 """Of rows in uint8."""
 TAIL = 3
-"""Numbers that do not fill a vector of four, at most."""
+"""At most so many numbers do not fill a vector of four."""
 VIEWS = ("rows", "heads", "queries", "grouped", "scores", "weights", "split", "whole")
 """Attributes of attention: shapes that its function needs; ``attention_form`` gives them their values."""
 
@@ -54,7 +54,7 @@ _INT8_EMBEDDING = """<whole> (ids, codes, scales) => (y) {
 RUNS = ("past_keys", "keys", "more_keys", "past_values", "values", "more_values")
 """Keys and values of attention."""
 _SHAPES = "\n".join(f"  {view}_shape = Constant <value_ints: ints = @{view}> ()" for view in VIEWS)
-# New keys and values are two runs [.., N D], of which the second may be empty, past ones [P, N D], the mask [1, 1, R,
+# New keys and values are two runs [.., N D], the second maybe empty, past ones [P, N D], the mask [1, 1, R,
 # P + S] for all S new rows. The result is [1, R, N G D], its heads ordered by (key head, group member) as those of
 # the queries.
 #
@@ -170,7 +170,7 @@ FUNCTIONS = {
   bounded = Mul (bent, cap)
   masked = Add (bounded, mask)""",
     ),
-    # The same with past keys and values in float16, to which new ones are rounded
+    # The same with past keys and values in float16; new ones are rounded to it
     kernels.HALF_TREE_ATTENTION: f"""<kv_heads, scale, {", ".join(VIEWS)}> (q, {", ".join(RUNS)}, mask) => (y) {{
   past_keys_wide = Cast <to = 1> (past_keys)
   past_values_wide = Cast <to = 1> (past_values)

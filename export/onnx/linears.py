@@ -57,12 +57,12 @@ class Part:
 
     @property
     def output(self) -> ir.Value:
-        """What the product gives, its term included."""
+        """The product with its term."""
         return (self.node if self.term is None else self.term[1]).outputs[0]
 
     @property
     def factor(self) -> bool:
-        """Whether it is a factor of a low-rank term: these are no part of a base's product, which other rows use."""
+        """Whether it is a factor of a low-rank term, and so not merged with the base, which other rows use too."""
         return self.role is not None and self.role.part is ModelPart.FACTOR
 
     @property
@@ -73,10 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Linear:
-    """Placeholders that read one input and become one product before the first; usually one, or q/k/v, or gate/up.
-
-    ``weight [inputs, sum of outputs]`` is made when asked for.
-    """
+    """Placeholders that read one input and become one product before the first: one, or q/k/v, or gate/up."""
 
     parts: tuple[Part, ...]
 
@@ -168,7 +165,7 @@ def lower(edit: Editor, linear: Linear, whole: ir.Value) -> None:
 
 
 def _rotary_split(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool:
-    """Queries and keys, of which rotary positions alone read, and values; False for other columns."""
+    """Split queries and keys that only rotary positions read, and values; False for other columns."""
     queries, keys = (only_user(end, "RotaryEmbedding") for end in ends[:2])
     if len(ends) != 3 or queries is None or keys is None or queries.inputs[1:] != keys.inputs[1:]:
         return False
@@ -201,7 +198,7 @@ def _gated_silu(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool
 
 
 def fits_half(linear: Linear) -> bool:
-    """Whether a weight of some size is one of float16 numbers, as the streams' own terms are in adapter folders."""
+    """Whether a large weight has only float16 numbers, as the streams' own terms in adapter folders have."""
     weight = linear.weight()
     with np.errstate(over="ignore"):
         return weight.size >= SMALL and bool((weight == weight.astype(np.float16)).all())

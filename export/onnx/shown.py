@@ -22,7 +22,7 @@ MODULE = "module.model."
 """Ends what the tracer puts before a parameter's name; with open identifiers there is more before it."""
 
 WRAPPED = ".base"
-"""Part of a weight's name where a low-rank term stands beside it; apps share graphs in which none does."""
+"""In the name of a weight with a low-rank term beside it; apps share graphs with and without such terms."""
 
 Weights = tuple[tuple[str, int], ...]
 Written = tuple[Weights, str, str]

@@ -24,7 +24,7 @@ def difference(mine: Array, theirs: Array) -> float:
 
 
 def stored_difference(mine: Array, exact: Array) -> float:
-    """``difference`` of rows, in the type of a cache, from exact ones of which rounding to that type is no part.
+    """``difference`` of a cache's rows from exact ones, not counting the rounding to the cache's type.
 
     An outlier at a rounding edge may be most of its row, and goes either way.
     """
@@ -33,25 +33,22 @@ def stored_difference(mine: Array, exact: Array) -> float:
 
 
 def product_difference(mine: Array, theirs: Array) -> float:
-    """The relative difference (rms) of two products ``[rows, N]``, in which each row has the same weight."""
+    """The relative difference (rms) of two products ``[rows, N]``; all rows count the same."""
     scale = np.sqrt(np.square(theirs).mean(axis=-1, keepdims=True)) + 1e-12
     far = np.sqrt(np.square((mine - theirs) / scale).mean())
     return float(np.nan_to_num(far, nan=np.inf))
 
 
 def distinct(rows: Array) -> list[int]:
-    """Where each distinct row is, once: equal rows are one sample, however many there are.
-
-    The padding of a prompt is half a chunk of the same token, whose rows are equal in layer 0.
-    """
+    """The place of each distinct row: equal rows, such as those of a prompt's padding, are one sample."""
     return list({row.tobytes(): at for at, row in enumerate(rows)}.values())
 
 
 def worst_column(mine: Array, theirs: Array, explained: Array | float = 0.0) -> tuple[int, float]:
-    """The column with the largest median difference, and that difference relative to the column's median size.
+    """The column with the largest median difference, relative to the column's median size, and that ratio.
 
-    0 if there are few rows. The size of a column counts as at least a third of the usual size. ``explained [rows]``:
-    what rounding explains of every difference in a row.
+    0 if there are few rows. A column's size counts as at least a third of the usual one. ``explained [rows]``: what
+    rounding explains of each difference in a row.
     """
     if len(mine) < ENOUGH_ROWS:
         return 0, 0.0

@@ -135,7 +135,7 @@ class Walk:
 
 
 def same_ids(name: str, mine: int, theirs: int, logits: Array, bound: float) -> None:
-    """Raise ParityError unless the ids are equal or nearly tied in the ``logits [V]`` from which both were chosen.
+    """Raise ParityError unless the ids are equal, or nearly tied in the ``logits [V]`` behind them.
 
     ``bound``: relative difference of products. Tokens outside a draft vocabulary have logits of minus infinity.
     """

@@ -70,7 +70,7 @@ class Gate:
         return {**self.spread.facts(), "steps": float(self.steps), "counts": float(len(self.counts))}
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
-        """Commit these tokens at ``length`` on all sides, whatever each of them has accepted there."""
+        """Commit these tokens at ``length`` on all sides, whatever each side accepted there."""
 
         def plainly(driver: Driver) -> None:
             for i, token in enumerate(tokens):
@@ -163,7 +163,7 @@ def compare(job: ExportJob, artifact: Driver, jitter: float, steps: int = MAX_ST
 
 
 def _run(job: ExportJob, artifact: Driver | None, jitter: float, steps: int, seed: int) -> Gate:
-    """The calls of ``compare``, with a twin whose changes are drawn from ``seed``; None: without an artifact."""
+    """The calls of ``compare``; ``seed``: of the twin's changes; without an artifact only the twin is measured."""
     g, reference = job.plan.geometry, TorchDriver(job)
     gate = Gate(reference, TorchDriver(job, jitter, seed), artifact or reference, g, job.report)
     nodes = _end_nodes(g.tree)[:steps] if g.gamma else []

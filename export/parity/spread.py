@@ -22,7 +22,7 @@ TIE_FACTOR = 6.0
 FLOOR = 10.0
 """Differences of this many jitters are never a fault."""
 DRAWS = 5
-"""Twins with which an artifact is compared, at most: as many as it takes to find it right."""
+"""An artifact is compared with at most so many twins, one after another until it is found right."""
 
 
 @dataclass(frozen=True)

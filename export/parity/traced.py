@@ -43,9 +43,9 @@ def follow_traced(
     bounds: Bounds,
     report: Callable[[str], None],
 ) -> dict[str, float]:
-    """Follow programs with the job's model, from which they were traced, as the reference: facts as of ``follow``.
+    """``follow`` for programs that were traced from the job's model, which is the reference.
 
-    ``specs``: of all functions. ``report`` is called with what is going on. Raises ParityError.
+    ``specs``: of all functions. ``report`` hears what is going on. Raises ParityError.
     """
     reference = replace(job, report=lambda _, __, ___, detail: report(f"check {detail}"))
     shown = TracedShown(programs, specs, job.plan.geometry)
@@ -55,10 +55,7 @@ def follow_traced(
 
 
 class TracedShown:
-    """See ``parity.products.Shown``. ``programs``: those of the functions of ``specs``, with the cache as state.
-
-    The state is that of ``InternalCacheForm``, stacked or one tensor per layer. Programs are not changed.
-    """
+    """A ``Shown`` of traced programs, with the state of ``InternalCacheForm``, stacked or one tensor per layer."""
 
     dtype: type[np.generic] = np.float32
     slotted = False

@@ -46,7 +46,7 @@ LISTS = {
 
 
 def check_program(file: Path) -> None:
-    """Raise BundleError for a program whose numbers contradict each other."""
+    """Raise BundleError for a program with numbers that contradict each other."""
 
     def check(data: Data, root: Table) -> None:
         plans = [_Plan(data, root, plan) for plan in root.tables(1)]

@@ -98,8 +98,8 @@ class ExecutorchCache(Cache):
     """The program's cache while it has the turn, see ``LoadedProgram.seat``.
 
     ``saved``: its rows while another cache has the turn. ``written``: number of rows written. ``adapter``: its app's
-    tensors for the slots; None for the bare base. ``memory``: the same object for all caches of a session, whose rows
-    are not saved for each other.
+    tensors for the slots; None for the bare base. ``memory``: one object for all caches of a session, which do not save
+    their rows for each other.
     """
 
     def __init__(self, engine: ExecutorchEngine, inputs: Inputs, memory: object) -> None:

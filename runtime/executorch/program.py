@@ -85,7 +85,7 @@ class AdapterSlots:
 
 
 class LoadedProgram:
-    """A program whose functions are loaded on their first call.
+    """A program that loads a function on its first call.
 
     ``lock``: held from a call until its outputs are read. ``users``: number of open engines. Raises BundleError for a
     file that is not a program, lacks a function, or needs something that this runtime does not have.

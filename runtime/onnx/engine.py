@@ -1,7 +1,7 @@
 """ONNX bundles on ONNX Runtime: the cache is one array of the host, bound in place.
 
-A call runs a binding whose memory never moves, and copies the accepted rows. There is one binding per function and
-visible size of the cache, created on first use; an app's adapter is bound there once.
+A call runs a binding and copies the accepted rows. Each function has a binding per visible size of the cache, made on
+first use with an app's adapter; its memory never moves.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OnnxEngine(Engine):
 
     @property
     def opened(self) -> frozenset[str]:
-        """The functions whose graphs are in memory."""
+        """The functions with graphs in memory."""
         return frozenset(self._sessions)
 
     def session(self, function: str) -> ort.InferenceSession:
@@ -269,6 +269,6 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _memory(array: NDArray[Any]) -> tuple[str, int, DTypeLike, tuple[int, ...], int]:
-    """The arguments with which ONNX Runtime binds an array in place; the array must outlive the binding."""
+    """Arguments that bind an array in place; the array must outlive the binding."""
     assert array.flags.c_contiguous
     return "cpu", 0, array.dtype, array.shape, array.ctypes.data

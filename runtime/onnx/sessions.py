@@ -106,7 +106,7 @@ def kernel_times(file: Path) -> list[Kernel]:
 
 SMAPS = Path("/proc/self/smaps")
 MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ +(/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB$", re.MULTILINE)
-"""A mapping of a file of which no page was changed: start, end and path."""
+"""A mapping of a file without changed pages: start, end and path."""
 DONTNEED = 4  # MADV_DONTNEED of Linux: what is read again is read from the file
 
 

@@ -250,7 +250,7 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
 
 
 def _typical(scores: Scores, mass: float) -> Integers:
-    """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
+    """Tokens with ``mass`` together, those with a surprise near the entropy first (2202.00666)."""
     below = np.maximum(scores.astype(np.float64) - float(np.max(scores)), -MUCH)
     weight = np.exp(below)
     total = np.sum(weight)

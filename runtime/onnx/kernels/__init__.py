@@ -67,7 +67,7 @@ IN_REGIONS = (
 )
 """Operators that a region takes."""
 ATTENTION = "ssdevice.attention"
-"""Metadata of a graph whose whole attention is that of TREE_ATTENTION."""
+"""Metadata of a graph that has no other attention than TREE_ATTENTION."""
 
 FOLDER = "SSDEVICE_KERNELS"
 """Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""
