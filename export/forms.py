@@ -18,16 +18,7 @@ from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, VERIFY, Geom
 from ssdevice.model import attention, operators
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, norm_kind, rotate, under
-from ssdevice.model.step import (
-    DraftModule,
-    Past,
-    Prefill,
-    PrefillModule,
-    StepModule,
-    StreamModel,
-    Verified,
-    VerifyModule,
-)
+from ssdevice.model.step import DraftModule, Prefill, PrefillModule, StepModule, StreamModel, Verified, VerifyModule
 from ssdevice.tree import Tree
 
 FunctionModule = StepModule | PrefillModule | VerifyModule | DraftModule
@@ -121,7 +112,7 @@ class ExternalCacheForm(nn.Module):
 
 
 def call(
-    name: str, module: FunctionModule, given: Sequence[Tensor], past: Past, logits: bool = False
+    name: str, module: FunctionModule, given: Sequence[Tensor], past: Sequence[KeyValue], logits: bool = False
 ) -> tuple[tuple[Tensor, ...], list[KeyValue]]:
     """A function's outputs in the contract's order, all but the rows, and its new rows by layer.
 

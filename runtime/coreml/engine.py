@@ -15,19 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice import contract
 from ssdevice.bundle.integrity import parse_strict
-from ssdevice.contract import (
-    KEYS,
-    LOGITS,
-    NEXT_DRAFTS,
-    PREFILL,
-    STATES,
-    VALUES,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-    functions,
-)
+from ssdevice.contract import KEYS, LOGITS, NEXT_DRAFTS, PREFILL, STATES, VALUES, CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, needs_extra
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.reader import Package
@@ -88,7 +78,7 @@ class CoreMLEngine(Engine):
         super().__init__(geometry, frozenset(names), program.path)
         self.names = dict(names)
         self.program: Program | None = program
-        specs = functions(geometry, CacheForm.INTERNAL, "")
+        specs = contract.functions(geometry, CacheForm.INTERNAL, "")
         self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreMLCache:

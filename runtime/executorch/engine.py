@@ -9,19 +9,8 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from ssdevice.contract import (
-    DRAFT,
-    LOGITS,
-    PLAIN,
-    PREFILL,
-    STEP,
-    VERIFY,
-    VERIFY_PLAIN,
-    CacheForm,
-    FunctionSpec,
-    Geometry,
-    functions,
-)
+from ssdevice import contract
+from ssdevice.contract import DRAFT, PLAIN, PREFILL, STEP, VERIFY, VERIFY_PLAIN, CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache
 from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain
@@ -80,7 +69,7 @@ class ExecutorchEngine(Engine):
         if function not in self._outputs:
             names = [tensor.name for tensor in self.specs[function].outputs if 0 not in tensor.shape]
             more = self.program.method(function).method_meta().num_outputs() - len(names)
-            self._outputs[function] = [*names, LOGITS] if more == 1 and function in (STEP, PLAIN) else names
+            self._outputs[function] = [*names, contract.LOGITS] if more == 1 and function in (STEP, PLAIN) else names
         return self._outputs[function]
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ExecutorchCache:
@@ -146,5 +135,5 @@ class ExecutorchCache(Cache):
 
 def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec]:
     """The specs of some of the contract's functions in the form that programs have."""
-    every = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
+    every = contract.functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     return {name: every[name] for name in names}
