@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ssdevice.errors import SSDeviceError
-from ssdevice.export.app_functions import Names
+from ssdevice.export.exporter import Names
+from ssdevice.export.mlprogram.weights import CONST, PREFIX, short_name, weight_key
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import BlobRef
 from ssdevice.model.step import StreamModel

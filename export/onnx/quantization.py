@@ -20,7 +20,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from ssdevice.adapters.storage import int8_factors
+from ssdevice.adapters.storage import LEVELS, int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
 from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
 from ssdevice.export.onnx.functions import BLOCK

@@ -1,4 +1,8 @@
-"""X"""
+"""The choice of a token from a row of logits, and of a path through a draft tree from the rows of its nodes.
+
+A choice is a pure function of the text before it, the row's logits, and the seed. So a draft only decides whether the
+token after next is known already, never which token is chosen.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +21,6 @@ from ssdevice.runtime.sampling.noise import Integers, Scores, sample, sample_all
 from ssdevice.runtime.sampling.options import Processors, Sampling
 from ssdevice.runtime.sampling.structure import Grammar
 from ssdevice.tree import Tree
-
-
-class Compiled:
-    """Functions of the kernels' library (``native``) for one answer; rows of numbers are side by side in memory.
-
-    They agree with those in NumPy here, unless two scores or sums are closer than 1e-12.
-    """
-
-    def __init__(self, library: Any, s: Sampling) -> None:
-        self._choose, self._log_total = library.ssdevice_choose, library.ssdevice_log_total
-        self._choose.argtypes = [c_void_p, c_int64, *4 * [c_double], c_int64, c_uint64, c_int64]
-        self._log_total.argtypes, self._log_total.restype = [c_void_p, c_int64, c_void_p, c_int64], c_double
-        whole = s.temperature, 1.0, 0.0, 1.0, 0, s.seed
-        self._draws = whole, (s.temperature, s.top_p, s.min_p, s.typical_p, s.top_k, s.seed)
-
-    def choose(self, scores: Scores, position: int, truncated: bool = True) -> int:
-        """The token at a position from processed logits ``[V]``; negative if they have none, or are not numbers."""
-        return int(self._choose(scores.ctypes.data, len(scores), *self._draws[truncated], position))
-
-    def log_total(self, logits: Scores, count: int) -> tuple[float, list[int]]:
-        """The logarithm of the sum of ``exp(logits [V])``, and the likeliest ``ids [count]``, ties to the lowest."""
-        ids = np.zeros(count, np.int32)
-        return self._log_total(logits.ctypes.data, len(logits), ids.ctypes.data, count), ids.tolist()
 
 
 @dataclass(frozen=True)
@@ -250,7 +231,7 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
 
 
 def _typical(scores: Scores, mass: float) -> Integers:
-    """Tokens with ``mass`` together, those with a surprise near the entropy first (2202.00666)."""
+    """The tokens whose surprise is nearest to the entropy and that have ``mass`` together (2202.00666)."""
     below = np.maximum(scores.astype(np.float64) - float(np.max(scores)), -MUCH)
     weight = np.exp(below)
     total = np.sum(weight)
