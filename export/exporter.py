@@ -29,11 +29,10 @@ FOLDED = "stream rows have separate weights in the MSA layers: the stream adapte
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A plan with its first app's model loaded: ``loaded.model`` has ``geometry.gamma`` streams.
+    """A plan and its first app's model, with ``geometry.gamma`` streams and, if ``plan.merged``, a merged LoRA.
 
-    Its LoRA is merged if ``plan.merged``, otherwise it is separate from the base's linears (``model.lora``).
-    ``notes``: changes made while preparing the model for a target, for the manifest. ``calibrated``: values of the
-    base's weights that replace those of its folder in every further model of the job.
+    ``notes``: changes to the model for a target, for the manifest. ``calibrated``: weights of the base that replace
+    those of its folder in every further model of the job.
     """
 
     plan: ExportPlan
@@ -53,9 +52,9 @@ class ExportJob:
         return cls(plan, loaded, report, calibrated=own)
 
     def folded(self) -> ExportJob:
-        """The job with its model's stream adapters folded into weights of stream rows; this changes the model.
+        """The job with stream adapters folded into weights of stream rows, in place: one product replaces three.
 
-        Only if streams run separately from main rows and apps are not switched: then one product replaces three.
+        Only if streams run separately from main rows and apps are not switched.
         """
         streams = self.loaded.model.streams
         if not self.plan.merged or self.plan.schedule is not Schedule.DEFERRED or streams is None:
@@ -74,11 +73,11 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """What a target wrote. ``files``: the role of every file or folder -> its path in the bundle (POSIX, relative).
+    """What a target wrote. ``files``: role -> path in the bundle (POSIX, relative), of every file or folder.
 
-    ``notes``: how it differs from the request, one sentence each, for the manifest. ``tools``: packages whose versions
-    the manifest has. ``apps``: every app's entry by name, in a plan that is not merged. ``followed``: what the parity
-    gate found in programs before they were lowered, see ``parity.traced``.
+    ``notes``: deviations from the request, one sentence each, for the manifest. ``tools``: packages to list with their
+    versions. ``apps``: entries by name, unless the plan is merged. ``followed``: the gate's facts of programs before
+    they were lowered (``parity.traced``).
     """
 
     files: Mapping[str, str]
@@ -93,11 +92,10 @@ class TargetResult:
 class Exporter(ABC):
     """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
-    ``schedule``, ``chunk``: the defaults. ``repeats``: without streams, how many drafts repeat the text (0: there is no
-    step). ``calibrates``: the precisions whose weights may be rounded with rows of data, see ``grid``. ``smooths``:
-    those with one scale for a whole row of a linear's inputs, which outliers decide, see ``calibration.smoothing``.
-    ``chooses``: whether it has functions for a host that chooses tokens. ``several_apps``: whether it also takes plans
-    that are not merged, and then fills ``TargetResult.apps``.
+    ``schedule``, ``chunk``: the defaults. ``repeats``: drafts that repeat the text without streams (0: no step).
+    ``calibrates``: precisions that rows of data may round (``grid``). ``smooths``: those with one scale for a whole row
+    of a linear's inputs, which outliers decide (``calibration.smoothing``). ``chooses``: it has functions for a host
+    that chooses tokens. ``several_apps``: it takes plans that are not merged, and fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
@@ -110,9 +108,9 @@ class Exporter(ABC):
     chooses: ClassVar[bool] = False
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
-        """What the target's rounding to nearest makes of a linear of the layers; None: nothing that is calibrated.
+        """Where rounding to nearest puts the weights of a layer's linear; None: it is not calibrated.
 
-        ``factor``: it is one of the two of a low-rank term. Asked for the precisions in ``calibrates`` only.
+        ``factor``: it is one of the two of a low-rank term.
         """
         return None
 
@@ -125,10 +123,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the target's files below ``folder``, the unfinished bundle.
-
-        The result holds everything that the gate needs, also if the model's memory is released here.
-        """
+        """Write the target's files below ``folder``, the unfinished bundle; this may release the model's memory."""
 
     @abstractmethod
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:

@@ -94,14 +94,12 @@ class AppPlan(Adapter):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export will do: everything that is known before weights are loaded.
+    """Everything about an export that is known before weights are loaded.
 
-    ``apps``: at least one. ``merged``: the LoRA of the only app is merged into the weights; otherwise the target keeps
-    apps separate in its own way. ``geometry``: the bundle's, with one tree for all apps. ``parameters``: elements of
-    the base's weights by stored tensor name; ``bits``: bits of each on disk.
-    ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an adapter's. ``calibration``: the rows to
-    calibrate with. ``notes``: what is left out of the base and how the tokenizer was chosen, one sentence each.
-    ``sampling``: as in the manifest.
+    ``apps``: at least one. ``merged``: the LoRA of the only app is in the weights; otherwise apps are separate.
+    ``geometry``: the bundle's, with one tree for all apps. ``parameters``: elements of the base's weights by stored
+    tensor name; ``bits``: of each on disk. ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an
+    adapter's. ``calibration``: the rows to calibrate with. ``notes``: for the manifest, as ``sampling`` is.
     """
 
     options: ExportOptions

@@ -53,9 +53,9 @@ class EngineOptions:
 class Cache(ABC):
     """One KV cache, and the contract's functions called on it.
 
-    ``inputs``: the integers of all functions by tensor name. The caller writes them in place, so that a target can bind
-    their memory once. ``native_seconds``: time spent inside the target's own runtime so far; the rest of a step is the
-    host's. ``alone``: tokens so far for which a server was to be asked, but did not answer.
+    ``inputs``: the integers of all functions by tensor name, written in place, so that a target can bind their memory
+    once. ``native_seconds``: time inside the target's runtime so far; the rest of a step is the host's. ``alone``:
+    tokens so far that a server should have verified, but did not answer.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -65,10 +65,9 @@ class Cache(ABC):
 
     @abstractmethod
     def call(self, function: str, length: int) -> Outputs:
-        """Run a function on ``inputs``; returns its outputs by name, valid until the next call.
+        """The outputs of a function on ``inputs`` by name, valid until the next call.
 
-        ``length``: number of committed rows, also in ``inputs``. New rows are written after them, here or by
-        ``commit``.
+        ``length``: committed rows, also in ``inputs``. New rows are written after them, here or by ``commit``.
         """
 
     def commit(self, outputs: Outputs, length: int, count: int) -> None:
@@ -76,9 +75,9 @@ class Cache(ABC):
         return
 
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
-        """A copy of the rows ``[2 * layers, end - start, kv_heads * head_dim]``, keys and values of each layer in turn.
+        """A copy of rows ``[2 * layers, end - start, kv_heads * head_dim]``, keys and values of each layer in turn.
 
-        None if the target does not give access to them.
+        None if the target does not show them.
         """
         return None
 
@@ -116,10 +115,9 @@ class Engine(ABC):
 
     @abstractmethod
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> Cache:
-        """An empty cache. ``beside``: a cache of the same bundle for another app, whose memory it may use.
+        """An empty cache. ``beside``: another app's cache of the same bundle; the two may share memory and take turns.
 
-        Such caches take turns, and each turn starts from an empty cache. Targets that cannot share memory ignore
-        ``beside``.
+        Each turn starts from an empty cache. Targets that cannot share memory ignore ``beside``.
         """
 
     @abstractmethod
@@ -157,10 +155,9 @@ def check_cache(bundle: Bundle, form: CacheForm, dtype: str | None = None) -> No
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
-    """The engine of a bundle's target with an app's adapter (None: the bundle's default app).
+    """The engine of a bundle's target with an app's adapter (None: the default app); says which options have no effect.
 
-    Options that have no effect there are told once. Raises MissingExtraError if the target's runtime is not installed,
-    InputError for a target without an engine.
+    Raises MissingExtraError if the target's runtime is not installed, InputError for a target without an engine.
     """
     target, usual = runtime_target(bundle.manifest.target), EngineOptions()
     for name in sorted(vars(options).keys() - target.heeds - {"verify_at"}):

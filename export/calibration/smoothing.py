@@ -59,10 +59,9 @@ def texts(tokenizer: ChatTokenizer) -> list[Sample]:
 
 @torch.no_grad()
 def smooth(model: StreamModel, rows: Sequence[Sample], report: Callable[[int], None] = lambda _: None) -> int:
-    """Smooth whatever linears of the layers read, where that leaves each layer's results as they were.
+    """Smooth what linears of the layers read, where each layer's results stay; returns how often that was possible.
 
-    Returns how often that was possible. Main rows decide the factors, so a model gets the same ones with streams and
-    without. ``report`` hears which layer begins.
+    Main rows decide the factors, so they are the same with streams and without. ``report`` hears which layer begins.
     """
     passing = Rows(model, rows)
     smoothed = 0

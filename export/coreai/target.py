@@ -28,7 +28,9 @@ class CoreAITarget(ExportTarget):
     def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
         from ssdevice.runtime.coreai.engine import CoreAIEngine
 
-        return CoreAIEngine.of(bundle, app)
+        engine = CoreAIEngine.of(bundle, app)
+        engine.shows_logits = True
+        return engine
 
     def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
         from ssdevice.bundle.manifest import Precision

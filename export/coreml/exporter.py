@@ -82,8 +82,8 @@ TOOLS = ("torch", "transformers", "coremltools")
 class CoreMLExporter(Exporter):
     """Writes the package, its settings for hosts, and golden integers to check a host with.
 
-    Several apps become functions of one package, which holds the base's weights once. ``sketches``: by app, those of
-    its model's matrices. Export releases the matrices, and the gate compares the package's values with the sketches.
+    Several apps become functions of one package, which holds the base's weights once. ``sketches``: by app, what the
+    gate compares the package's matrices with, since the export releases the model's own.
     """
 
     bits = BITS
@@ -135,9 +135,9 @@ class CoreMLExporter(Exporter):
         return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """See Exporter: runs the saved package in the interpreter, with float16, then writes its golden integers.
+        """Compare the saved package, in the interpreter with float16, and write its golden integers.
 
-        Afterwards the models of the job have the package's weights, so no weights are in memory twice.
+        Afterwards the job's models have the package's weights, so that nothing holds weights twice.
         """
         table = function_names(job.plan)
         program = Program(Package.open(folder / PACKAGE))

@@ -42,10 +42,7 @@ TOOLS = ("torch", "transformers", "executorch", "torchao")
 
 
 class ExecutorchExporter(Exporter):
-    """All functions in one ``.pte``; see ``Exporter``.
-
-    ``reference``: a merged job's model with the program's weights, once it is written. The job keeps no others.
-    """
+    """All functions in one ``.pte``. ``reference``: a merged job's model with the written program's weights."""
 
     reference: StreamModel | None = None
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
@@ -116,10 +113,7 @@ class ExecutorchExporter(Exporter):
         return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare the program, as the runtime runs it, with the torch model with the same quantized weights.
-
-        Separate apps are compared one by one, each with its own reference.
-        """
+        """Compare the program in the runtime with torch models of the same quantized weights, app by app."""
         plan, file = job.plan, folder / PROGRAM_FILE
         quant, options = plan.options.quant, EngineOptions()
 

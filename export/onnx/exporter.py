@@ -84,10 +84,9 @@ class OnnxExporter(Exporter):
         return TargetResult(files, CacheForm.EXTERNAL, writer.cache_dtype, notes, TOOLS, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
-        """Compare with the torch reference under the same quantization; see ``Exporter``.
+        """Compare with the torch reference under the same quantization, app by app.
 
-        Separate apps are compared one by one, each with its own reference. The job's model has the weights
-        of the exported forms afterwards: nothing holds weights twice.
+        Afterwards the job's model has the weights of the exported forms, so that nothing holds weights twice.
         """
         plan, quant = job.plan, job.plan.options.quant
         whole = {role: path for role, path in result.files.items() if role != WEIGHTS}

@@ -16,7 +16,7 @@ from coreai.authoring import AIModelAsset
 from coreai.runtime import NDArray as CoreAIArray
 from numpy.typing import NDArray
 
-from ssdevice.contract import KEYS, VALUES, CacheForm, Geometry, functions
+from ssdevice.contract import CHOOSING, KEYS, LOGITS, VALUES, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, check_cache, rows_of_state
 
@@ -108,7 +108,12 @@ CACHE_DTYPE = "float32"
 
 
 class CoreAIEngine(Engine):
-    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset."""
+    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset.
+
+    ``shows_logits``: whether calls return those of steps, which takes time.
+    """
+
+    shows_logits = False
 
     def __init__(self, asset: Path, geometry: Geometry, names: Mapping[str, str]) -> None:
         super().__init__(geometry, frozenset(names), asset)
@@ -150,7 +155,8 @@ class CoreAICache(Cache):
         clock = perf_counter()
         outputs = self.engine.asset.call(self.engine.names[function], integers, self.state)
         self.native_seconds += perf_counter() - clock
-        return {name: array.numpy() for name, array in outputs.items()}
+        shown = self.engine.shows_logits or function in CHOOSING
+        return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or shown}
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
         keys, values = (self.state[name].numpy() for name in (KEYS, VALUES))

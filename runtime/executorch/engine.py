@@ -84,11 +84,10 @@ class ExecutorchEngine(Engine):
 
 
 class ExecutorchCache(Cache):
-    """The program's cache while it has the turn, see ``LoadedProgram.seat``.
+    """The program's cache while it has the turn (``LoadedProgram.seat``).
 
-    ``saved``: its rows while another cache has the turn. ``written``: number of rows written. ``adapter``: its app's
-    tensors for the slots; None for the bare base. ``memory``: one object for all caches of a session, which do not save
-    their rows for each other.
+    ``saved``: its rows while another cache has the turn; ``written``: how many there are. ``adapter``: tensors for the
+    slots; None for the bare base. ``memory``: caches with the same one do not save their rows for each other.
     """
 
     def __init__(self, engine: ExecutorchEngine, inputs: Inputs, memory: object) -> None:

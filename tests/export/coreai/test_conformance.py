@@ -104,6 +104,7 @@ def test_apps_are_functions_over_one_base() -> None:
 
 def test_logits_decide_the_tokens() -> None:
     engine = CoreAIEngine.of(bundle(QUICK), None)
+    engine.shows_logits = True
     conversation = engine.new_conversation()
     last = conversation.prefill(PROMPT[:5])
     conversation.length = 5
