@@ -1,4 +1,4 @@
-# make demo | demo-smollm2 | test | swift-test | web | web-test | lowering | check | conformance | readme | fuzz | soak |
+# make demo | demo-smollm2 | test | swift-test | web | web-test | wide | lowering | check | conformance | readme | fuzz | soak |
 # bench | bench-peers | wheel | clean. The first of them makes .venv; nothing else is needed but Python, and npm for the page of web.
 PYTHON ?= python3
 VENV   ?= .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # A step of its own: a CPU build is taken where the index offers one, before any other package asks for torch.
 TORCH  ?= torch==2.13.0
-# Processes of make test, each on one thread. JOBS=0: a single one, which a debugger needs.
+# Processes of make test and make wide, each on one thread. JOBS=0: a single one, which a debugger needs.
 JOBS   ?= 2
 # For bench: a bundle, rows to decode, where the numbers go.
 BUNDLE ?=
@@ -22,7 +22,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-smollm2 test swift-test lowering check format conformance readme fuzz soak bench bench-peers web web-test wheel clean
+.PHONY: demo demo-smollm2 test swift-test wide lowering check format conformance readme fuzz soak bench bench-peers web web-test wheel clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -34,8 +34,14 @@ demo-smollm2: $(VENV)/smollm2.stamp
 	-$(BIN)/ssdevice kernels  # without a compiler it is slower
 	$(BIN)/ssdevice demo --smollm2 $(if $(ADAPTER),--adapter '$(ADAPTER)')
 
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m "not slow and not lowering" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not slow and not wide and not lowering" $(PARALLEL)
+
+# The same in other hosts, on other processors and with more models.
+wide: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q -m "wide and not slow and not lowering" $(PARALLEL)
 
 # Where Swift is. The first time it exports a bundle, which takes minutes. SWIFT: another command.
 SWIFT ?= swift

@@ -44,14 +44,17 @@ def gated(job: ExportJob, artifact: Artifact, kind: str) -> dict[str, float]:
         return check(job, artifact, jitter, artifact, bounds)
 
 
-SLOW = pytest.mark.slow
+SLOW, WIDE = pytest.mark.slow, pytest.mark.wide
 
 
 DEEP = [
     ("llama", 48), ("gemma3_text", 24), ("gemma2", 32), ("olmo2", 24), ("phi3", 32), ("granite", 48), ("cohere2", 24),
     ("stablelm", 32), ("nemotron", 24), ("opt-before", 24),
 ]  # fmt: skip
-QUICK = [("llama", 24, "int8"), ("llama", 24, "fp16"), ("qwen3", 32, "int4")]
+QUICK = [
+    ("llama", 24, "int8"),
+    *(pytest.param(*each, marks=WIDE) for each in (("llama", 24, "fp16"), ("qwen3", 32, "int4"))),
+]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +83,16 @@ ROUNDED_AWAY = {"attention-scaled-by-2-percent", "a-missing-residual"}
 """Faults of 2 percent that change a row by less than rounding every operation to float16 may."""
 
 
+OFTEN = {
+    "a-scale-off-by-2-percent", "a-missing-residual", "mask-off-by-one", "candidates-in-another-order",
+    "a-stale-last-norm", "keys-and-values-swapped", "one-token-too-many", "a-stream-identifier-swapped",
+}  # fmt: skip
+"""Of what layers, last norm, candidates and counts do wrong: in `make test`, the rest in `make wide`."""
+
+
 def marks(kind: str, fault: str) -> list[pytest.MarkDecorator]:
-    return [*([SLOW] if kind != "int8" else []), *([HALF] if kind == "fp16" and fault in ROUNDED_AWAY else [])]
+    speed = [SLOW] if kind != "int8" else [] if fault in OFTEN else [WIDE]
+    return [*speed, *([HALF] if kind == "fp16" and fault in ROUNDED_AWAY else [])]
 
 
 @pytest.mark.parametrize(

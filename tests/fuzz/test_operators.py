@@ -12,6 +12,7 @@ from tests.fuzz.operators import run
 SEED, COUNT = 20, 250
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(preloaded() is None, reason="needs a C++ compiler with AddressSanitizer, GCC's")
 def test_graphs_are_refused_or_run() -> None:
     outcomes, bugs = run(SEED, 0, COUNT)

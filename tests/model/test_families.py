@@ -63,8 +63,9 @@ def fits(name: str, variant: str) -> bool:
     return variant != "lossless-adapter" or not name.startswith("opt")
 
 
+WIDE = pytest.mark.wide
 EVERY = ("llama", "gemma3_text", "qwen3", "opt-before")
-"""Families that decode in every variant; the rest do so with the slow tests, and in one variant always."""
+"""Families that `make test` decodes, in every variant; `make wide` the rest, in one variant, slow tests in all."""
 CASES = [(name, variant) for name in MODELS for variant in VARIANTS if fits(name, variant)]
 
 
@@ -134,7 +135,7 @@ def record_streams(model: StreamModel) -> Recorded:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        case if case[1] == "lossless" or case[0] in EVERY else pytest.param(*case, marks=pytest.mark.slow)
+        case if case[0] in EVERY else pytest.param(*case, marks=WIDE if case[1] == "lossless" else pytest.mark.slow)
         for case in CASES
     ],
 )
@@ -158,7 +159,7 @@ def test_oracle_drafts_decode_as_plain_decoding_in_both_schedules(name: str, var
     assert same >= len(drafts[0]) - 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name in EVERY else pytest.param(name, marks=WIDE) for name in MODELS])
 def test_draft_layers_of_every_family_decode_as_plain_decoding(name: str) -> None:
     config = StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=1)
     model = build(copy.deepcopy(BASES[name]), config, CONTEXT).eval()
@@ -180,7 +181,10 @@ def test_draft_layers_of_every_family_decode_as_plain_decoding(name: str) -> Non
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize(("name", "variant"), [case for case in CASES if case[1] != "shared"])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [case if case[0] in EVERY else pytest.param(*case, marks=WIDE) for case in CASES if case[1] != "shared"],
+)
 @torch.no_grad()
 def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
     base, model = wrapped(name, None), wrapped(name, variant)

@@ -125,6 +125,7 @@ def logits(model: StreamModel, held: list[Sample]) -> list[Tensor]:
 
 
 @pytest.mark.skipif(not BASE.is_dir(), reason="the tree holds no models/base-7m")
+@pytest.mark.wide
 def test_a_trained_model_loses_less_than_half() -> None:
     """Rows it was not calibrated on."""
     tokenizer = open_tokenizer(BASE)

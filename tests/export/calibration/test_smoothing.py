@@ -19,6 +19,7 @@ from tests.export.deep import OUTLIERS, VOCAB, deep_model  # noqa: E402
 from tests.model.tiny import LAYERS, MODELS, tiny_model  # noqa: E402
 
 ROWS = [Sample(tuple(range(start, start + 30)), 15) for start in (3, 40, 60)]
+QUICK = ("llama", "gemma2", "opt-before", "stablelm")
 IDS = [7, 3, 90, 41, 5, 66, 12, 33, 8, 11, 54, 2]
 
 
@@ -33,7 +34,9 @@ def results(model: StreamModel) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("mode", [Mode.SHARED, Mode.LOSSLESS])
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.wide) for name in sorted(MODELS)]
+)
 def test_no_result_changes(name: str, mode: Mode) -> None:
     """In any family, for main rows and streams."""
     torch.manual_seed(0)

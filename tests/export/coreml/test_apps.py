@@ -25,6 +25,7 @@ from ssdevice.tree import Tree  # noqa: E402
 from tests.runtime.scripted import TEMPLATE, make_tokenizer  # noqa: E402
 
 pytestmark = [
+    pytest.mark.lowering,
     pytest.mark.skipif(sys.platform == "darwin", reason="these run in the interpreter"),
 ]
 

@@ -179,12 +179,14 @@ BETWEEN: dict[str, tuple[Callable[[Deep], list[Change]], str]] = {
 }
 
 
+@pytest.mark.lowering
 def test_a_right_program_of_24_layers_is_accepted() -> None:
     found = deep().follow()
     assert found["rows"] < QUANTIZED.rows / 20
     assert found["product"] < QUANTIZED.product / 20
 
 
+@pytest.mark.lowering
 @pytest.mark.parametrize("fault", BETWEEN)
 def test_a_fault_between_products_of_one_layer_is_refused_with_its_place(fault: str) -> None:
     plant, place = BETWEEN[fault]
@@ -195,6 +197,7 @@ def test_a_fault_between_products_of_one_layer_is_refused_with_its_place(fault: 
             deep().follow()
 
 
+@pytest.mark.lowering
 def test_an_export_is_refused_before_it_is_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tidy = lowering.tidy
 

@@ -87,6 +87,7 @@ def test_most_operators_are_delegated_and_the_rest_is_named() -> None:
         assert inside > outside, note
 
 
+@pytest.mark.lowering
 @pytest.mark.parametrize(("schedule", "folded"), [(Schedule.DEFERRED, True), (Schedule.FUSED, False)])
 def test_stream_adapters_are_folded_where_streams_run_on_their_own(
     schedule: Schedule, folded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

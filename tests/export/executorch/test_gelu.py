@@ -15,6 +15,7 @@ from torch import nn
 from ssdevice.export.executorch.lowering import partitioner, to_edge
 
 
+@pytest.mark.lowering
 @pytest.mark.parametrize("form", ["none", "tanh"])
 def test_a_gelu_computes_what_torch_does(form: str, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(16, 64), nn.GELU(form), nn.Linear(64, 16)).eval()

@@ -111,7 +111,9 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
             assert torch.equal(state[layer][:, end:], before[layer][:, end:])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.wide) for name in ("gemma2", "cohere"))]
+)
 def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None:
     model, geometry = small(name)
     form, columns = (

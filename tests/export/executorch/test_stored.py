@@ -54,6 +54,8 @@ def layer(model: StreamModel, number: int) -> torch.nn.Module:
     return model.backbone.layers[number]
 
 
+pytestmark = pytest.mark.lowering
+
 Program = tuple[Path, StreamModel, dict[str, list[str]]]
 
 

@@ -31,7 +31,7 @@ needs_emulator = pytest.mark.skipif(
     shutil.which(EMULATOR) is None or platform.machine() != "x86_64",
     reason=f"needs {EMULATOR} on an x86-64 machine (Debian: apt-get install qemu-user)",
 )
-CPUS = [pytest.param((), id="this"), pytest.param(HASWELL, id="haswell", marks=needs_emulator)]
+CPUS = [pytest.param((), id="this"), pytest.param(HASWELL, id="haswell", marks=[needs_emulator, pytest.mark.wide])]
 
 
 def run(cpu: tuple[str, ...], *command: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,10 @@ from tests.export.models import write_adapter
 from tests.export.onnx import forms
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
-CASES = ["fp32", "int8", "int4", "heads", "following", "own"]
+WIDE = pytest.mark.wide
+OTHERS = [pytest.param(quant, marks=WIDE) for quant in ("fp32", "int4")]
+"""Than INT8."""
+CASES = ["fp32", "int8", "int4", "own", *(pytest.param(name, marks=WIDE) for name in ("heads", "following"))]
 
 
 def export(base: Path, out: Path, *flags: str) -> list[str]:
@@ -43,10 +48,10 @@ def export(base: Path, out: Path, *flags: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def bundles(
+def exported(
     base: Path, adapter: Path, lossless: Path, waiting: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Bundle]:
-    """Exports that between them have every quantization, mode and schedule, and other kinds of streams."""
+) -> Callable[[str], Bundle]:
+    """Makes exports that between them have every quantization, mode and schedule, and other kinds of streams."""
     folder = tmp_path_factory.mktemp("bundles")
     heads = write_adapter(folder / "heads-adapter", base, Mode.LOSSLESS, msa_layers=0, follow_rank=5)
     following = write_adapter(folder / "following-adapter", base, follow_rank=65)
@@ -59,15 +64,19 @@ def bundles(
         "following": (*("--adapter", f"app={following}"), "--quant", "int8", "--schedule", "fused"),
         "own": (*("--adapter", f"app={own}"), "--quant", "int8"),
     }
-    for name, flags in cases.items():
-        assert main(export(base, folder / name, *flags)) == 0
-    return {name: Bundle.open(folder / name) for name in cases}
+
+    @cache
+    def make(name: str) -> Bundle:
+        assert main(export(base, folder / name, *cases[name])) == 0
+        return Bundle.open(folder / name)
+
+    return make
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], name: str) -> None:
-    manifest = bundles[name].manifest
-    assert manifest.parity["counts"] == bundles[name].geometry.tree.emitted
+def test_gate_saw_every_count_and_small_differences(exported: Callable[[str], Bundle], name: str) -> None:
+    manifest = exported(name).manifest
+    assert manifest.parity["counts"] == exported(name).geometry.tree.emitted
     assert manifest.parity["input_error"] < 1e-5
     assert manifest.parity["product_error"] < (1e-5 if name == "fp32" else QUANTIZED.product / 2)
     if name == "fp32":
@@ -78,9 +87,9 @@ def test_gate_saw_every_count_and_small_differences(bundles: dict[str, Bundle], 
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_stored_once_and_graphs_name_no_path(
-    bundles: dict[str, Bundle], base: Path, repository: Path, name: str
+    exported: Callable[[str], Bundle], base: Path, repository: Path, name: str
 ) -> None:
-    bundle = bundles[name]
+    bundle = exported(name)
     parameters = bundle.manifest.model.parameters
     files = bundle.manifest.files
     # Small weights stay float32, as the notes say; beside the weights stand rotary tables and stream adapters.
@@ -95,8 +104,8 @@ def test_weights_are_stored_once_and_graphs_name_no_path(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -> None:
-    bundle = bundles[name]
+def test_rejected_drafts_change_nothing(exported: Callable[[str], Bundle], name: str) -> None:
+    bundle = exported(name)
     g = bundle.geometry
     driver = EngineDriver(open_engine(bundle, None, EngineOptions(threads=1)))
     root, _ = driver.prefill([5, 6, 7, 8, 9], 0)
@@ -120,7 +129,9 @@ def test_rejected_drafts_change_nothing(bundles: dict[str, Bundle], name: str) -
     np.testing.assert_allclose(seen[0][1], plain_rows, atol=1e-4 if name == "fp32" else 0.1)
 
 
-@pytest.mark.parametrize(("tree", "functions"), [((), FUNCTIONS), (("--tree", "[]"), (PREFILL, PLAIN))])
+@pytest.mark.parametrize(
+    ("tree", "functions"), [((), FUNCTIONS), pytest.param(("--tree", "[]"), (PREFILL, PLAIN), marks=WIDE)]
+)
 def test_without_an_adapter_drafts_repeat_the_text_unless_only_plain_decoding_is_wanted(
     base: Path, tmp_path: Path, tree: tuple[str, ...], functions: tuple[str, ...]
 ) -> None:
@@ -273,6 +284,7 @@ def test_a_wrong_artifact_is_deleted(
     assert not list(tmp_path.iterdir())
 
 
+@WIDE
 def test_a_chain_of_one_draft_is_exported(base: Path, tmp_path: Path) -> None:
     following = write_adapter(tmp_path / "adapter", base, follow_rank=5)
     result = compared_along_a_chain(base, following, tmp_path / "bundle", "int8", drafts=1)
@@ -311,7 +323,7 @@ def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, 
     return compare_modes(engine, engine, Asked(prompts, (), 40, bundle.manifest.precision, lambda *_: None))
 
 
-@pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("quant", ["int8", *OTHERS])
 def test_along_a_chain_all_logits_are_those_of_plain_decoding(
     base: Path, adapter: Path, tmp_path: Path, quant: str
 ) -> None:
@@ -326,7 +338,7 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
         assert result.differences == [] and result.largest_change == 0
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=WIDE)])
 def test_the_head_of_a_draft_vocabulary_has_eight_bits_like_the_whole_one(
     base: Path, tmp_path: Path, quant: str
 ) -> None:
@@ -337,8 +349,8 @@ def test_the_head_of_a_draft_vocabulary_has_eight_bits_like_the_whole_one(
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
-def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: str) -> None:
-    bundle = bundles[name]
+def test_every_part_of_a_step_is_told_apart(exported: Callable[[str], Bundle], name: str) -> None:
+    bundle = exported(name)
     parts = parts_of(bundle.file(STEP))
     assert set(parts.values()) == forms.PARTS
     model = onnx.load(str(bundle.file(STEP)), load_external_data=False)
@@ -351,7 +363,7 @@ def test_every_part_of_a_step_is_told_apart(bundles: dict[str, Bundle], name: st
     assert ("streams" in attention) == (bundle.manifest.schedule is Schedule.DEFERRED)
 
 
-@pytest.mark.parametrize("quant", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("quant", ["int8", *OTHERS])
 def test_a_model_without_streams_verifies_drafts_that_repeat_the_text(base: Path, tmp_path: Path, quant: str) -> None:
     assert main(export(base, tmp_path / "b", "--tree", "chain:3", "--quant", quant)) == 0
     bundle = Bundle.open(tmp_path / "b")

@@ -34,6 +34,7 @@ from ssdevice.runtime.session import Session
 from tests.compiled_kernels import COMPILER, KINDS, NO_COMPILER, WARNINGS, built, compiled_objects
 from tests.export.onnx import forms
 from tests.export.onnx.test_export import compared_along_a_chain, export
+from tests.once import made_once
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
 SHAPES = [(576, 960), (1536, 48), (100, 171), (32, 521), (7, 3000)]
@@ -41,7 +42,7 @@ SHAPES = [(576, 960), (1536, 48), (100, 171), (32, 521), (7, 3000)]
 ROWS = (1, 2, 3, 4, 5, 7, 8, 10, 11, 17)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind if kind == "native" else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS])
 def library(request: pytest.FixtureRequest) -> Path:
     """The compiled kernels, of each kind in turn."""
     return built(request.param)
@@ -207,6 +208,7 @@ def test_the_best_column_is_that_of_the_whole_product(library: Path, head: str, 
             np.testing.assert_array_equal(found[0, :, 0], expected[:rows])
 
 
+@pytest.mark.wide
 def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_embedding_too(
     base: Path, adapter: Path, tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +261,7 @@ def says(
     return done.returncode, done.stdout
 
 
+@pytest.mark.wide
 @on_arm
 @pytest.mark.parametrize("compiler", ARM_COMPILERS, ids=lambda compiler: compiler[0])
 @pytest.mark.parametrize("kind", ["INT4", "INT4_WHOLE", "INT8", "ARGMAX"])
@@ -275,6 +278,7 @@ def test_products_of_arm_processors_have_the_bits_of_integers(
 OPERATORS = ("attention.cpp", "half_linear.cpp", "int4.cpp", "int4_products.cpp", "int8.cpp", "rows.cpp")
 
 
+@pytest.mark.wide
 @on_arm
 @pytest.mark.parametrize("compiler", ARM_COMPILERS, ids=lambda compiler: compiler[0])
 def test_operators_have_the_same_bits_on_arm_processors(compiler: Sequence[str], tmp_path: Path) -> None:
@@ -287,11 +291,13 @@ def test_operators_have_the_same_bits_on_arm_processors(compiler: Sequence[str],
     assert len(here[1].splitlines()) == 33
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [(), ("-DSSDEVICE_PORTABLE",)])
 def test_every_float16_is_read_and_rounded_to_as_the_format_says(options: tuple[str, ...], tmp_path: Path) -> None:
     assert says("halves.cpp", tmp_path, *options) == (0, "0 differ\n")
 
 
+@pytest.mark.wide
 @on_arm
 def test_every_float16_is_read_and_rounded_to_on_arm_as_the_format_says(tmp_path: Path) -> None:
     assert says("halves.cpp", tmp_path, "-static", compiler=[ARM_GCC], under=ARM) == (0, "0 differ\n")
@@ -316,30 +322,30 @@ def model_of(name: str, shapes: dict[str, tuple[int, ...]], outputs: int, **attr
 
 
 @pytest.mark.parametrize("width", [1536, 20, 3])
-def test_the_gated_activation_is_that_of_standard_operators_up_to_rounding(width: int) -> None:
+def test_the_gated_activation_is_that_of_standard_operators_up_to_rounding(library: Path, width: int) -> None:
     x = (np.random.default_rng(width).standard_normal((1, 5, 2 * width)) * 20).astype(np.float32)
     x[0, 0, :3] = 0, -80, 200
     model = model_of(kernels.GATED_SILU, {"x": x.shape}, 1)
-    ours, portable, standard = (
-        session(model, file).run(None, {"x": x})[0] for file in (built("native"), built("portable"), None)
-    )
-    np.testing.assert_array_equal(ours, portable)
+    ours, native, standard = (session(model, file).run(None, {"x": x})[0] for file in (library, built("native"), None))
+    np.testing.assert_array_equal(ours, native)
     gate, up = np.split(x.astype(np.float64), 2, axis=-1)
     np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1e-6)
     np.testing.assert_allclose(standard, ours, atol=1e-4)  # ONNX Runtime's sigmoid is less exact far from 0
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1152, 256), (256, 1728), (37, 21), (3, 5)])
-def test_a_product_with_a_weight_in_float16_is_that_of_float32_up_to_rounding(inputs: int, outputs: int) -> None:
+def test_a_product_with_a_weight_in_float16_is_that_of_float32_up_to_rounding(
+    library: Path, inputs: int, outputs: int
+) -> None:
     rng = np.random.default_rng(inputs)
     x = rng.standard_normal((1, 3, inputs)).astype(np.float32)
     weight = rng.standard_normal((inputs, outputs)).astype(np.float16)
     weight[0, :2] = 2**-24, 65504
     model = forms.half_linear_model(3, weight)
-    ours, portable, standard = (
-        session(model, file, 2).run(None, {"x": x})[0] for file in (built("native"), built("portable"), None)
+    ours, native, standard = (
+        session(model, file, 2).run(None, {"x": x})[0] for file in (library, built("native"), None)
     )
-    np.testing.assert_array_equal(ours, portable)
+    np.testing.assert_array_equal(ours, native)
     scale = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64)
     for found in (ours, standard):
         assert (np.abs(found - x.astype(np.float64) @ weight.astype(np.float64)) <= 1e-6 * scale).all()
@@ -348,18 +354,16 @@ def test_a_product_with_a_weight_in_float16_is_that_of_float32_up_to_rounding(in
 
 
 @pytest.mark.parametrize("width", [576, 20, 3])
-def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(width: int) -> None:
+def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(library: Path, width: int) -> None:
     rng = np.random.default_rng(width)
     x, y = (rng.standard_normal((2, 1, 5, width)) * 10).astype(np.float32)
     x[0, 0] = y[0, 0] = 0
     feeds = {"x": x, "y": y, "weight": rng.standard_normal(width).astype(np.float32)}
     model = model_of(kernels.ADD_NORM, {name: value.shape for name, value in feeds.items()}, 2, epsilon=1e-5)
-    ours, portable, standard = (
-        session(model, file).run(None, feeds) for file in (built("native"), built("portable"), None)
-    )
+    ours, native, standard = (session(model, file).run(None, feeds) for file in (library, built("native"), None))
     total = (x + y).astype(np.float64)
     expected = total / np.sqrt(np.square(total).mean(-1, keepdims=True) + 1e-5) * feeds["weight"]
-    for mine, other in zip(ours, portable, strict=True):
+    for mine, other in zip(ours, native, strict=True):
         np.testing.assert_array_equal(mine, other)
     np.testing.assert_array_equal(ours[1], x + y)
     np.testing.assert_allclose(ours[0], expected, rtol=1e-6, atol=1e-6)
@@ -481,6 +485,7 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
         np.testing.assert_array_equal(row[0, 0], tree[0, node])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", CACHES)
 def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> None:
     dims = (32, 40, 64, 128)
@@ -527,10 +532,14 @@ def test_with_the_kernels_int4_steps_have_the_bits_of_plain_decoding_on_every_cp
 
 @pytest.mark.parametrize(("with_kernels", "lanes"), [(True, 1), (False, LANES)])
 def test_the_kernels_need_few_sizes_of_the_cache(
-    base: Path, adapter: Path, tmp_path: Path, installed: Path, with_kernels: bool, lanes: int
+    base: Path, adapter: Path, installed: Path, with_kernels: bool, lanes: int
 ) -> None:
-    assert main(export(base, tmp_path / "bundle", "--adapter", f"app={adapter}")) == 0
-    engine = open_engine(Bundle.open(tmp_path / "bundle"), "app", EngineOptions(kernels=with_kernels))
+    def make(out: Path) -> None:
+        assert main(export(base, out, "--adapter", f"app={adapter}")) == 0
+
+    engine = open_engine(
+        Bundle.open(made_once("export/with-kernels", make)), "app", EngineOptions(kernels=with_kernels)
+    )
     conversation = engine.new_conversation()
     prefill(conversation, [1, 2, 3])
     conversation.step(4)

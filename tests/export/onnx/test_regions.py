@@ -62,7 +62,8 @@ def written(model: ir.Model) -> onnx.ModelProto:
     return ir.to_proto(model)
 
 
-def test_a_region_has_the_bits_of_its_nodes_and_no_path_leads_back_into_it() -> None:
+@pytest.mark.parametrize("kind", ["native", pytest.param("portable", marks=pytest.mark.wide)])
+def test_a_region_has_the_bits_of_its_nodes_and_no_path_leads_back_into_it(kind: str) -> None:
     joined = norms_around_a_standard_operator()
     join_regions(Editor(joined))
     one, several = written(joined), written(norms_around_a_standard_operator())
@@ -76,7 +77,7 @@ def test_a_region_has_the_bits_of_its_nodes_and_no_path_leads_back_into_it() -> 
     shown.CopyFrom(one)
     show_regions(shown)
     assert [list(each.output) for each in shown.graph.node] == [list(each.output) for each in several.graph.node]
-    for library in (built("native"), built("portable"), None):
+    for library in (built(kind), None):
         expected = session(several.SerializeToString(), library).run(None, given)
         for model in (one, shown):
             for _ in range(2):  # rooms of the call before are used again

@@ -43,7 +43,7 @@ def export(base: Path, out: Path, *flags: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["fp32", "int8"])
+@pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.wide)])
 def bundle(
     request: pytest.FixtureRequest,
     base: Path,
