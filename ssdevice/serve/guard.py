@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +137,9 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # asyncio does so only where the listening socket names its protocol: an answer's content would wait up to
+        # 40 ms for the acknowledgement of its headers.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stalled: asyncio.TimerHandle | None = None
         if len(self.connections) > CONNECTIONS:
             transport.abort()

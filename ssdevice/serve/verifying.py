@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 
 from ssdevice.contract import STEP
@@ -12,8 +11,6 @@ from ssdevice.runtime.loop import check_prompt, prefill
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import UNKNOWN_TEXT, Limits, packed_answer, unpacked
 from ssdevice.serve.guard import Refusal
-
-CLIENT = "[0-9a-f]{32}"
 
 
 class Verifying:
@@ -25,8 +22,7 @@ class Verifying:
     def __init__(self, session: Session, most: int) -> None:
         if STEP not in session.engine.functions:
             raise InputError(f"--verify: {session.bundle.folder} has no {STEP} that verifies drafts; see export --tree")
-        self.session, self.most = session, most
-        self.limits = Limits.of(session.bundle)
+        self.session, self.most, self.limits = session, most, Limits.of(session.bundle)
         self._held: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
 
     def answer(self, app: str, client: str, at: int, content: bytes) -> bytes:
@@ -35,7 +31,7 @@ class Verifying:
         Raises Refusal with UNKNOWN_TEXT if fewer are held, InputError for drafts that are too many or misplaced, and
         ids that are no tokens. A refused request changes nothing.
         """
-        if not re.fullmatch(CLIENT, client):
+        if len(client) != 32 or not set(client) <= set("0123456789abcdef"):
             raise InputError(f"client {client[:60]!r}, expected 32 digits of a random number, in hexadecimal")
         text, drafts = unpacked(content)
         engine, conversation = self.session.engine_of(app), self._held.get((app, client))
@@ -59,6 +55,7 @@ class Verifying:
             return packed_answer([prefill(conversation, text)])
         for depth, token in enumerate(drafts):
             conversation.propose(depth, token)
-        tokens = conversation.step(text[0])[: engine.geometry.context - at]
+        # The drafts below those that were sent are those of streams here.
+        tokens = conversation.step(text[0])[: min(len(drafts) + 1, engine.geometry.context - at)]
         conversation.length += len(tokens)
         return packed_answer(tokens)

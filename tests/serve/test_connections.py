@@ -197,6 +197,19 @@ def refused(port: int) -> bool:
         return True
 
 
+def test_no_part_of_an_answer_waits_for_an_acknowledgement(opened: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, expect = list[int](), guard.Protocol._expect_request
+
+    def spy(self: guard.Protocol) -> None:
+        seen.append(self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        expect(self)
+
+    monkeypatch.setattr(guard.Protocol, "_expect_request", spy)
+    with served(opened) as (port, _):
+        assert ask(port, "/health")[0] == 200
+    assert seen and all(seen)
+
+
 def test_metrics_count_tokens_and_steps(server: tuple[int, Guard]) -> None:
     port, _ = server
     usage = [ask(port, CHAT, chat())[1]["usage"] for _ in range(2)]

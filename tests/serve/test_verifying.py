@@ -23,6 +23,7 @@ from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import BINARY, Link, SplitEngine, VerifyAt, packed, packed_answer, unpacked
 from ssdevice.serve.names import LOOPBACK
+from ssdevice.serve.verifying import Verifying
 from tests.runtime.tiny_bundle import APP, CONTEXT, TREE, tiny_bundle
 from tests.serve.serving import served, tiny_session, tokenizer
 
@@ -226,6 +227,19 @@ def test_what_is_misplaced_too_long_or_no_token_is_refused_and_changes_nothing(p
     assert post(port, len(ids), step) == (200, packed_answer(expected[1:]))
     assert post(port, len(ids), step) == (200, packed_answer(expected[1:])), "a lost answer is asked for again"
     assert post(port, len(ids) + 3, step, client="b" * 32)[0] == 409, "of another device"
+
+
+def test_no_more_tokens_are_answered_than_drafts_were_sent_and_one(large: Session) -> None:
+    ids = PROMPTS[0]
+    expected = plainly(large, ids, 2 + TREE.depth)
+    with tiny_session(choose=False) as session:
+        verifying = Verifying(session, 1)
+        verifying.answer(APP, CLIENT, 0, packed(ids, ()))
+        (held,) = verifying._held.values()
+        for count in (0, 1, TREE.depth):
+            held.drafts[:, 0] = expected[1 : 1 + TREE.depth]  # the server's own streams are right
+            found = verifying.answer(APP, CLIENT, len(ids), packed(expected[:1], expected[1 : 1 + count]))
+            assert found == packed_answer(expected[1 : 2 + count])
 
 
 def test_who_may_ask(port: int) -> None:
