@@ -51,11 +51,17 @@ class Bundle:
         if require_signature is not None:
             integrity.verify_signature(folder, data, require_signature)
         manifest = parse_manifest(data, str(file))
-        check_listing(folder, list_files(folder, MAX_FILES), manifest)
-        if verify or require_signature is not None:
-            for name, entry in manifest.files.items():
-                if file_sha256(folder / name, entry.size) != entry.sha256:
-                    raise BundleError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST_FILE}")
+        found = list_files(folder, MAX_FILES)
+        for name, entry in manifest.files.items():
+            if name not in found:
+                raise BundleError(f"{folder}: {name!r} is missing")
+            if found[name] != entry.size:
+                raise BundleError(f"{folder}: {name!r} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}")
+        for name in sorted(found.keys() - manifest.files.keys() - set(OWN_FILES)):
+            raise BundleError(f"{folder}: {name[:200]!r} is not listed in {MANIFEST_FILE}; remove it")
+        for name, entry in manifest.files.items() if verify or require_signature is not None else ():
+            if file_sha256(folder / name, entry.size) != entry.sha256:
+                raise BundleError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST_FILE}")
         return cls(folder, manifest)
 
     @property
@@ -94,18 +100,6 @@ class Bundle:
     def function_names(self, app: str | None = None) -> Mapping[str, str]:
         """The contract's functions that an app has -> the target's names of them."""
         return self.app(app).functions or {name: name for name in self.functions}
-
-
-def check_listing(where: Path, found: Mapping[str, int], manifest: Manifest) -> None:
-    """Raise BundleError unless the files ``found``, with their sizes in bytes, are exactly the listed ones."""
-    for name, entry in manifest.files.items():
-        if name not in found:
-            raise BundleError(f"{where}: {name!r} is missing")
-        if found[name] != entry.size:
-            raise BundleError(f"{where}: {name!r} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}")
-    extra = sorted(found.keys() - manifest.files.keys() - set(OWN_FILES))
-    if extra:
-        raise BundleError(f"{where}: {extra[0][:200]!r} is not listed in {MANIFEST_FILE}; remove it")
 
 
 class BundleWriter:

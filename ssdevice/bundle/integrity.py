@@ -20,7 +20,7 @@ from typing import Any
 
 from ssdevice import strict_json
 from ssdevice.bundle.staging import Stage, disk_errors, sync_tree
-from ssdevice.errors import BundleError, ConfigError, InputError, MissingExtraError, reading
+from ssdevice.errors import BundleError, ConfigError, InputError, needs_extra, reading
 from ssdevice.rules import Rule, check_rule, repeated_name
 
 MANIFEST_FILE = "manifest.json"
@@ -29,8 +29,6 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_JSON_DEPTH = 32
 MAX_SIGNATURE_BYTES = 1024
 MAX_KEY_BYTES = 1 << 16
-SIGNING = "sign"
-"""The extra."""
 
 SEGMENT = "[A-Za-z0-9_]([A-Za-z0-9_.+=@-]*[A-Za-z0-9_+=@-])?"
 # ASCII only: no file system then has two spellings of one name, except for case, which is checked.
@@ -168,12 +166,10 @@ def sign_bundle(folder: Path, private_key: Path) -> Path:
 
 def _load_key(file: Path, private: bool) -> Any:
     """The ed25519 key in a PEM file. Raises InputError for any other content, MissingExtraError."""
-    try:
+    with needs_extra("sign"):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError as error:
-        raise MissingExtraError(SIGNING, "cryptography") from error
     try:
         data = read_bounded(file, MAX_KEY_BYTES)
         key = serialization.load_pem_private_key(data, None) if private else serialization.load_pem_public_key(data)

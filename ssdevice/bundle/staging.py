@@ -24,6 +24,8 @@ if sys.platform != "win32":
     import fcntl
 
 MARK = ".ssdevice" if sys.platform != "win32" else f".ssdevice-{os.getpid()}"  # without locks names must differ
+ATTEMPTS = 100
+"""To begin, while other writers of the same destination come and go."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
 """What libraries say of a full disk that write from native code: safetensors, and coremltools, which knows no more."""
@@ -79,7 +81,7 @@ class Stage:
 
     def _claim(self, folder: bool) -> int:
         """Make ``path``, after removing what a killed writer left there, and return the handle that locks it."""
-        while True:
+        for _ in range(ATTEMPTS):
             fresh = True
             try:
                 self.path.mkdir() if folder else self.path.touch(exist_ok=False)
@@ -99,6 +101,7 @@ class Stage:
             if mine:
                 _remove(self.path)
             os.close(lock)
+        raise InputError(f"{self.path} was left by another writer and cannot be removed; remove it")
 
     def publish(self, *, replace: bool) -> None:
         """Rename the work to ``out``, with ``replace`` instead of what is there.

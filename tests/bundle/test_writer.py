@@ -178,6 +178,13 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_has_is_not(t
     assert names(tmp_path) == [".other.ssdevice.tmp", "bundle"]
 
 
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".bundle.ssdevice.tmp").mkdir()
+    monkeypatch.setattr("ssdevice.bundle.staging._remove", lambda path: None)
+    with pytest.raises(InputError, match=r"\.bundle\.ssdevice\.tmp was left .* remove it"):
+        BundleWriter(tmp_path / "bundle")
+
+
 CRASHES = '''
 import os, signal, sys
 from pathlib import Path
