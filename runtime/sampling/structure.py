@@ -82,8 +82,6 @@ class Structure:
                 schema = json.dumps(schema, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise InputError(f"the JSON schema is no JSON: {error}") from error
-        if len(schema) > MAX_CHARACTERS:
-            raise InputError(f"the JSON schema has {len(schema)} characters, at most {MAX_CHARACTERS}")
         value = parse(schema, "the JSON schema", InputError, MAX_DEPTH)
         if not isinstance(value, dict):
             raise InputError(f"the JSON schema is {json.dumps(value)[:60]}, expected an object")
