@@ -14,6 +14,7 @@ has parents (0, 0, 0, 1), depths (0, 1, 1, 2) and path table ((0, 0, 0), (0, 1, 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ MAX_NODES = 256
 FORMS = "chain:DEPTH, full:k=K,depth=D or a JSON list of rank paths such as [[0],[1],[0,0]]"
 STARTS = ("chain:", "full:", "[")
 """What each of the FORMS starts with; anything else names a file."""
+_SIZE = r"0*([1-9]\d{0,3})"
 Ranks = tuple[int, ...]
 MISS = 1 << 20
 """Rank of a token that was no candidate, or that does not exist because the answer ended."""
@@ -75,7 +77,7 @@ class Tree:
     def chain(cls, depth: int) -> Tree:
         """The best candidate of each of ``depth`` streams: depth + 1 nodes."""
         if not 0 <= depth < MAX_NODES:
-            raise ConfigError(f"chain:{_short(depth)} does not have 1..{MAX_NODES} nodes")
+            raise ConfigError(f"chain:{depth} does not have 1..{MAX_NODES} nodes")
         return cls(tuple((0,) * d for d in range(depth + 1)))
 
     @classmethod
@@ -83,7 +85,7 @@ class Tree:
         """Every path over ``k`` candidates: 1 + k + k² + .. nodes."""
         # The bound on depth comes first: k**depth of untrusted numbers may not fit into memory.
         if k < 1 or not 0 <= depth < MAX_NODES or sum(k**d for d in range(depth + 1)) > MAX_NODES:
-            raise ConfigError(f"full:k={_short(k)},depth={_short(depth)} does not have 1..{MAX_NODES} nodes")
+            raise ConfigError(f"full:k={k},depth={depth} does not have 1..{MAX_NODES} nodes")
         return cls.of(path for d in range(depth + 1) for path in product(range(k), repeat=d))
 
     @classmethod
@@ -121,20 +123,15 @@ class Tree:
             if not content.startswith(STARTS):  # nor does a file name another: it could name itself
                 raise ConfigError(f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}")
             text = content
-        return cls._from_json(text) if text.startswith("[") else cls._from_shape(text)
-
-    @classmethod
-    def _from_shape(cls, text: str) -> Tree:
-        kind, _, rest = text.partition(":")
-        try:
-            if kind == "chain":
-                return cls.chain(_positive(rest))
-            (first, depth), (second, k) = sorted(part.split("=") for part in rest.split(","))
-            if (first, second) == ("depth", "k"):
-                return cls.full(_positive(k), _positive(depth))
-        except ValueError as error:
-            raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}") from error
-        raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}")
+        if text.startswith("["):
+            return cls._from_json(text)
+        if found := re.fullmatch(f"chain:{_SIZE}", text, re.ASCII):
+            return cls.chain(int(found[1]))
+        if found := re.fullmatch(f"full:k={_SIZE},depth={_SIZE}", text, re.ASCII):
+            return cls.full(int(found[1]), int(found[2]))
+        if found := re.fullmatch(f"full:depth={_SIZE},k={_SIZE}", text, re.ASCII):
+            return cls.full(int(found[2]), int(found[1]))
+        raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}, with numbers that make 1..{MAX_NODES} nodes")
 
     @classmethod
     def _from_json(cls, text: str) -> Tree:
@@ -246,13 +243,3 @@ def _paths(value: Any) -> list[list[int]]:
     ):
         raise ConfigError("a tree in JSON is a list of lists of ranks, such as [[0],[1],[0,0]]")
     return value
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ValueError(text[:60])
-    return int(text)
-
-
-def _short(number: int) -> str:
-    return str(number) if abs(number) < 10**9 else "a huge number"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ NOT_MEASURED = (
 )
 
 Rows = NDArray[np.float32]
-Case = TypeVar("Case")
 
 
 @dataclass
@@ -67,8 +66,8 @@ class Asked:
     report: Report
 
 
-Answerer = Callable[[Case, Sequence[int]], Answer]
-"""``(prompt, expected) -> Answer``; ``expected``: the tokens it is compared with, empty for the reference itself."""
+Answerer = Callable[[Any, Sequence[int]], Answer]
+"""``(case, expected) -> Answer``; ``expected``: the tokens it is compared with, empty for the reference itself."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,23 @@ class Comparison:
     def ceiling(self) -> float:
         return CEILINGS[self.precision]
 
+    def compare(
+        self, stage: str, cases: Sequence[Any], reference: Answerer, others: Mapping[str, Answerer], report: Report
+    ) -> Self:
+        """Answer every case, a prompt mostly, by the reference, then by each of the others, and add all differences."""
+        self.prompts, self.modes = len(cases), list(others)
+        for number, case in enumerate(track(report, stage, cases)):
+            expected = reference(case, [])
+            self.answers.append(expected.tokens)
+            for mode, other in others.items():
+                self.add(number, mode, expected, other(case, expected.tokens))
+        return self
+
+    @property
+    def differing(self) -> dict[str, int]:
+        """By mode: prompts with other answers."""
+        return {mode: sum(d.arm == mode for d in self.differences) for mode in self.modes}
+
     def add(self, number: int, mode: str, expected: Answer, found: Answer) -> None:
         """Compare an answer to prompt ``number``, from 0, with the expected one."""
         differs = found.tokens != expected.tokens
@@ -134,7 +150,7 @@ class Comparison:
         """The comparison as ``verify --json`` writes it."""
         return {
             "prompts": self.prompts,
-            "equal": {mode: self.prompts - sum(d.arm == mode for d in self.differences) for mode in self.modes},
+            "equal": {mode: self.prompts - differing for mode, differing in self.differing.items()},
             "largest_logit_change": self.largest_change,
             "ceiling": self.ceiling,
             "differences": [{**vars(d), "near_tie": self.near_tie(d)} for d in self.differences],
@@ -148,10 +164,9 @@ class Comparison:
         """What breaks the promise of equal answers: differences that nothing excuses, and too many differing prompts.
         None may differ in fp32, otherwise 0.5 % of a mode's prompts but at least one."""
         allowed = 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
-        counts = {mode: sum(d.arm == mode for d in self.differences) for mode in self.modes}
         return self.unexcused() + [
             f"{mode}: {differing} of {self.prompts} prompts differ, at most {allowed} may"
-            for mode, differing in counts.items()
+            for mode, differing in self.differing.items()
             if differing > allowed
         ]
 
@@ -169,27 +184,6 @@ class Comparison:
         if change is not None and change > self.ceiling:
             found.append(f"a logit changes by {change:.3g} between {self.between}, at most {self.ceiling} may")
         return found
-
-
-Result = TypeVar("Result", bound=Comparison)
-
-
-def compare(
-    result: Result,
-    stage: str,
-    prompts: Sequence[Case],
-    reference: Answerer[Case],
-    others: Mapping[str, Answerer[Case]],
-    report: Report,
-) -> Result:
-    """Answer every prompt by the reference, then by each of the others, and add all differences to ``result``."""
-    result.prompts, result.modes = len(prompts), list(others)
-    for number, prompt in enumerate(track(report, stage, prompts)):
-        expected = reference(prompt, [])
-        result.answers.append(expected.tokens)
-        for name, other in others.items():
-            result.add(number, name, expected, other(prompt, expected.tokens))
-    return result
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:

@@ -8,12 +8,11 @@ its own drafts for that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from ssdevice.bench.equality import Answer, Asked, Comparison, Rows, compare
+from ssdevice.bench.equality import Answer, Answerer, Asked, Comparison, Rows
 from ssdevice.bundle.manifest import Precision
 from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import BundleError
@@ -25,27 +24,19 @@ from ssdevice.text.stream import Emission
 FORCED, OTHER = "forced", "other bundle"
 
 
-@dataclass(frozen=True)
-class Greedy:
-    """An ``Answerer`` for prompts of token ids: greedy answers in one decoding mode.
+def greedy(conversation: Conversation, shown: Engine | None, asked: Asked, advance: Advance | set[int]) -> Answerer:
+    """Answers prompts of token ids greedily in one decoding mode, or with forced drafts: a set collects the nodes at
+    which their runs ended. ``shown``: an engine of the same bundle that shows logits, if there is one."""
 
-    ``shown``: an engine of the same bundle that shows logits, if there is one. ``ended``: makes the drafts forced and
-    collects the nodes at which runs ended.
-    """
+    def answered(ids: Sequence[int], expected: Sequence[int]) -> Answer:
+        def mode(ended: set[int]) -> Advance:
+            return forcer(len(ids), expected, ended) if isinstance(advance, set) else advance
 
-    conversation: Conversation
-    shown: Engine | None
-    asked: Asked
-    advance: Advance = speculative
-    ended: set[int] | None = None
+        own = advance if isinstance(advance, set) else set[int]()
+        tokens = answer(conversation, ids, mode(own), asked.stop_ids, asked.max_tokens)
+        return Answer(tokens, lambda: shown_rows(shown, ids, expected or tokens, mode(set())))
 
-    def __call__(self, ids: Sequence[int], expected: Sequence[int]) -> Answer:
-        def advance(ended: set[int] | None) -> Advance:
-            return self.advance if ended is None else forcer(len(ids), expected, ended)
-
-        tokens = answer(self.conversation, ids, advance(self.ended), self.asked.stop_ids, self.asked.max_tokens)
-        again = None if self.ended is None else set[int]()
-        return Answer(tokens, lambda: shown_rows(self.shown, ids, expected or tokens, advance(again)))
+    return answered
 
 
 def shown_rows(shown: Engine | None, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Rows | None:
@@ -57,13 +48,11 @@ def shown_rows(shown: Engine | None, ids: Sequence[int], truth: Sequence[int], a
 def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Comparison:
     """Decode prompts in all modes of an engine. ``shown``: an engine that also shows logits, if the target has one."""
     result = Comparison(asked.precision, len(asked.prompts), nodes=engine.geometry.tree.size)
-    conversation, base = engine.new_conversation(), plain_of(engine)
-
-    greedy = partial(Greedy, conversation, shown, asked)
-    others = {PLAIN_STEP: greedy(plain_step)} if STEP in engine.functions and base is plain else {}
+    by, base = partial(greedy, engine.new_conversation(), shown, asked), plain_of(engine)
+    others = {PLAIN_STEP: by(plain_step)} if STEP in engine.functions and base is plain else {}
     if STEP in engine.functions:
-        others |= {SPECULATIVE: greedy(), FORCED: greedy(ended=result.nodes_ended)}
-    return compare(result, "compare decoding modes", asked.prompts, greedy(base), others, asked.report)
+        others |= {SPECULATIVE: by(speculative), FORCED: by(result.nodes_ended)}
+    return result.compare("compare decoding modes", asked.prompts, by(base), others, asked.report)
 
 
 class Agreement(Comparison):
@@ -81,7 +70,7 @@ def against_bundle(
     ``other_shown`` show logits; ``asked`` has the coarser precision of both. Raises ContextOverflowError for a prompt
     that is longer than the context."""
     base, room = plain_of(other), other.geometry.context + 1
-    decode = Greedy(other.new_conversation(), other_shown, asked, base)
+    decode = greedy(other.new_conversation(), other_shown, asked, base)
 
     def given(case: tuple[Sequence[int], list[int]], _: Sequence[int]) -> Answer:
         ids, tokens = case[0], case[1][: room - len(case[0])]
@@ -89,8 +78,8 @@ def against_bundle(
 
     result = Agreement(asked.precision, len(asked.prompts), between="the bundles")
     cases = list(zip(asked.prompts, answers, strict=True))
-    others = {OTHER: lambda case, cut: decode(case[0], cut)}
-    return compare(result, "compare bundles", cases, given, others, asked.report)
+    others: dict[str, Answerer] = {OTHER: lambda case, cut: decode(case[0], cut)}
+    return result.compare("compare bundles", cases, given, others, asked.report)
 
 
 def plain_of(engine: Engine) -> Advance:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.bench.equality import Answer, Answerer, Asked, Comparison, Difference, Rows, compare, first_difference
+from ssdevice.bench.equality import Answer, Answerer, Asked, Comparison, Difference, Rows, first_difference
 from ssdevice.bench.modes import FORCED, answer, forcer
 from ssdevice.contract import DRAFT
 from ssdevice.errors import SSDeviceError
@@ -87,7 +87,7 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
     result = Sampled(asked.precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels is not None)
     conversation = engine.new_conversation()
 
-    def sampled(advance: Advance | None) -> Answerer[SampledCase]:
+    def sampled(advance: Advance | None) -> Answerer:
         def sample(case: SampledCase, expected: Sequence[int]) -> Answer:
             ids, sampler, seed = case
             mode = advance or forcer(len(ids), expected, result.nodes_ended)
@@ -98,7 +98,7 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
 
     adaptive = Adaptive(Lookup() if DRAFT in engine.functions else LookupOnly())
     others = {SPECULATIVE: sampled(speculative), FORCED: sampled(None), ADAPTIVE: sampled(adaptive)}
-    return compare(result, "compare sampled answers", cases, sampled(plain), others, asked.report)
+    return result.compare("compare sampled answers", cases, sampled(plain), others, asked.report)
 
 
 def _samplers(tokenizer: ChatTokenizer, vocab: int) -> tuple[Sampling, ...]:

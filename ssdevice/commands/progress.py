@@ -22,8 +22,9 @@ class Progress:
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
-        self._printed = time.monotonic()
-        self._stage: _Stage | None = None
+        self._printed = self._began = self._moved = time.monotonic()
+        self._stage = self._detail = ""
+        self._first = self._done = self._total = 0
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._status: Status | None = None
@@ -47,9 +48,12 @@ class Progress:
 
     def report(self, stage: str, done: int, total: int, detail: str = "") -> None:
         """Show that ``done`` of ``total`` parts of a stage are finished; see ``ssdevice.progress.Report``."""
-        if self._stage is None or self._stage.name != stage:
-            self._stage = _Stage(stage, done)
-        self._stage.move(done, total, detail)
+        now = time.monotonic()
+        if stage != self._stage:
+            self._began, self._first = now, done
+        if (stage, done, total) != (self._stage, self._done, self._total):
+            self._moved = now
+        self._stage, self._done, self._total, self._detail = stage, done, total, detail
         self._show()
 
     def _tick(self) -> None:
@@ -58,48 +62,29 @@ class Progress:
 
     def _show(self) -> None:
         """Show where the stage is; in a file only if the last line is old enough."""
-        if self._stage is None or self.quiet:
+        if not self._stage or self.quiet:
             return
         if self._status is not None:
             from rich.markup import escape
 
-            self._status.update(escape(self._stage.line()))
+            self._status.update(escape(self.line()))
         elif (now := time.monotonic()) - self._printed >= LINE_SECONDS:
             self._printed = now
-            print(self._stage.line(), file=sys.stderr, flush=True)
-
-
-class _Stage:
-    """Where a stage is, and how long it has yet to go."""
-
-    def __init__(self, name: str, first: int) -> None:
-        self.name, self.first = name, first
-        self.began = self.moved = time.monotonic()
-        self.done, self.total, self.detail = first, 0, ""
-
-    def move(self, done: int, total: int, detail: str) -> None:
-        if (done, total) != (self.done, self.total):
-            self.moved = time.monotonic()
-        self.done, self.total, self.detail = done, total, detail
+            print(self.line(), file=sys.stderr, flush=True)
 
     def left(self) -> float | None:
         """Seconds at the pace so far, None before the first part is done; below 0 if a part takes longer than that."""
-        now = time.monotonic()
-        share = (self.done - self.first) / max(1, self.total - self.first)
-        return (self.moved - self.began) / share * (1 - share) - (now - self.moved) if share > 0 else None
-
-    def left_text(self) -> str:
-        """``about 80 s left``; nothing where nobody knows or nothing is left, and never 0 s while work remains."""
-        seconds = self.left()
-        if seconds is None or self.done >= self.total:
-            return ""
-        return f"about {duration(seconds)} left" if seconds >= 0.5 else "longer than expected"
+        share = (self._done - self._first) / max(1, self._total - self._first)
+        since = time.monotonic() - self._moved
+        return (self._moved - self._began) / share * (1 - share) - since if share > 0 else None
 
     def line(self) -> str:
-        """``export 37/100, 52 s so far, about 80 s left: write the graphs, step_plain``."""
-        times = [f"{duration(time.monotonic() - self.began)} so far", self.left_text()]
-        where = ", ".join([f"{self.name} {self.done}/{self.total}", *filter(None, times)])
-        return f"{where}: {self.detail}" if self.detail else where
+        """``export 37/100, 52 s so far, about 80 s left: write the graphs, step_plain``; never 0 s left."""
+        left, times = self.left(), [f"{duration(time.monotonic() - self._began)} so far"]
+        if left is not None and self._done < self._total:
+            times.append(f"about {duration(left)} left" if left >= 0.5 else "longer than expected")
+        where = ", ".join([f"{self._stage} {self._done}/{self._total}", *times])
+        return f"{where}: {self._detail}" if self._detail else where
 
 
 def duration(seconds: float) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ssdevice.bench.equality import Asked, Comparison, coarser
+from ssdevice.bench.equality import Asked, coarser
 from ssdevice.bench.modes import against_bundle, compare_modes
 from ssdevice.bench.runner import fitting
 from ssdevice.bench.sampled import compare_sampled
@@ -24,9 +25,6 @@ from ssdevice.export.target import export_target
 from ssdevice.progress import Report, count
 from ssdevice.runtime.engine import Engine, open_engine
 from ssdevice.runtime.session import Session
-
-if TYPE_CHECKING:
-    from ssdevice.bench.against_torch import Agreement
 
 LIMIT, MAX_TOKENS = 50, 64
 RUNNING = (
@@ -69,94 +67,89 @@ def run(args: argparse.Namespace) -> int:
     if args.adapter is not None and args.model is None:
         raise InputError("--adapter is for the comparison with torch: give --model too")
     bundle = opening.open_bundle(args)
-    checks = _Checks(args, bundle)
+    signed = "; signature valid" if args.require_signature is not None else ""
+    files = count(len(bundle.manifest.files), "file")
+    found: dict[str, Any] = {"bundle": str(args.bundle)}
+    found["integrity"] = f"{files}, sizes and hashes as in the manifest{signed}"
+    faults: list[str] = []
     if not args.integrity_only:
         with Progress(args.quiet) as progress:
-            checks.numbers(progress.report)
-    show(checks.found | {"faults": checks.faults}, args.json)
-    if checks.faults:
-        raise ParityError("; ".join(checks.faults))
+            for key, shown, wrong in _comparisons(args, bundle, progress.report):
+                found[key] = shown
+                faults += wrong
+    show(found | {"faults": faults}, args.json)
+    if faults:
+        raise ParityError("; ".join(faults))
     return 0
 
 
-class _Checks:
-    """What was ``found`` of a bundle, as JSON, and ``faults`` that break the promise."""
+def _comparisons(args: argparse.Namespace, bundle: Bundle, report: Report) -> Iterator[tuple[str, Any, list[str]]]:
+    """Compare all decoding modes, then the plain answers with whatever else was asked for.
 
-    def __init__(self, args: argparse.Namespace, bundle: Bundle) -> None:
-        self.args, self.bundle, self.options = args, bundle, opening.engine_options(args)
-        self.most = args.max_tokens or MAX_TOKENS
-        signed = "; signature valid" if args.require_signature is not None else ""
-        files = count(len(bundle.manifest.files), "file")
-        integrity = f"{files}, sizes and hashes as in the manifest{signed}"
-        self.found: dict[str, Any] = {"bundle": str(args.bundle), "integrity": integrity}
-        self.faults: list[str] = []
+    For each comparison: its key and value in the output, and what breaks the promise.
+    """
+    limit, options = args.limit or LIMIT, opening.engine_options(args)
+    examples = read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
+    folder, other = _reference(args, bundle), _other_bundle(args, bundle)
 
-    def add(self, key: str, result: Comparison | Agreement) -> None:
-        self.found[key] = result.as_json()
-        self.faults += result.faults()
+    def with_logits(bundle: Bundle) -> Engine | None:
+        return export_target(bundle.manifest.target).logits_engine(bundle, args.app, options)
 
-    def numbers(self, report: Report) -> None:
-        """Compare all decoding modes, then the plain answers with whatever else was asked for."""
-        args, bundle = self.args, self.bundle
-        limit = args.limit or LIMIT
-        examples = read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
-        folder, other = self._reference(), _other_bundle(args, bundle)
-        with Session.open(bundle, app=args.app, options=self.options) as session:
-            engine, tokenizer = session.engine, session.tokenizer
-            context = engine.geometry.context
-            prompts = [session.prompt_ids(prompt)[1 - context :] for prompt in PROMPTS[:limit]]
-            if examples:
-                _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)
-            if VERIFY not in engine.functions:
-                why = "this app's host has no choice (export --choose host) or no drafts"
-                opening.refuse_ignored(args, why, "--seeds")
-            shown, precision = self._engine_with_logits(bundle), bundle.manifest.precision
-            asked = Asked(prompts, tokenizer.stop_ids, self.most, precision, report)
-            result = compare_modes(engine, shown, asked)
-            self.add("equality", result)
-            if VERIFY in engine.functions:
-                self.add("sampled", compare_sampled(engine, tokenizer, asked, args.seeds or 0))
-            if other is not None:
-                engines = open_engine(other, args.app, self.options), self._engine_with_logits(other)
-                asked = replace(asked, precision=coarser(precision, other.manifest.precision))
-                self.add("against", against_bundle(shown, *engines, asked, result.answers))
-                self.found["against"]["bundle"] = str(args.against)
-            if folder is not None:
-                self._torch(folder, session, prompts, result.answers, report)
+    with Session.open(bundle, app=args.app, options=options) as session:
+        engine, tokenizer = session.engine, session.tokenizer
+        context = engine.geometry.context
+        prompts = [session.prompt_ids(prompt)[1 - context :] for prompt in PROMPTS[:limit]]
+        if examples:
+            _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)
+        if VERIFY not in engine.functions:
+            why = "this app's host has no choice (export --choose host) or no drafts"
+            opening.refuse_ignored(args, why, "--seeds")
+        shown, precision = with_logits(bundle), bundle.manifest.precision
+        asked = Asked(prompts, tokenizer.stop_ids, args.max_tokens or MAX_TOKENS, precision, report)
+        result = compare_modes(engine, shown, asked)
+        yield "equality", result.as_json(), result.faults()
+        if VERIFY in engine.functions:
+            sampled = compare_sampled(engine, tokenizer, asked, args.seeds or 0)
+            yield "sampled", sampled.as_json(), sampled.faults()
+        if other is not None:
+            asked = replace(asked, precision=coarser(precision, other.manifest.precision))
+            engines = open_engine(other, args.app, options), with_logits(other)
+            against = against_bundle(shown, *engines, asked, result.answers)
+            yield "against", {**against.as_json(), "bundle": str(args.against)}, against.faults()
+        if folder is not None:
+            yield from _torch(args, folder, session, prompts, result.answers, report)
 
-    def _reference(self) -> Path | None:
-        """The folder of ``--model``, checked before anything runs; None without one."""
-        args = self.args
-        if args.model is None:
-            return None
-        with needs_extra("export"):
-            from ssdevice.bench.against_torch import reference_folder
-        opening.prepare_frameworks()
-        return reference_folder(self.bundle, args.app, args.model, args.adapter)
 
-    def _torch(
-        self, folder: Path, session: Session, prompts: list[list[int]], answers: list[list[int]], report: Report
-    ) -> None:
-        """Compare the torch reference with transformers and PEFT, and the plain answers with the reference."""
-        from ssdevice.bench.against_torch import agreement
-        from ssdevice.export.crosscheck.check import check_model
-        from ssdevice.model.loading import load
+def _reference(args: argparse.Namespace, bundle: Bundle) -> Path | None:
+    """The folder of ``--model``, checked before anything runs; None without one."""
+    if args.model is None:
+        return None
+    with needs_extra("export"):
+        from ssdevice.bench.against_torch import reference_folder
+    opening.prepare_frameworks()
+    return reference_folder(bundle, args.app, args.model, args.adapter)
 
-        args, bundle, geometry = self.args, self.bundle, self.bundle.geometry
-        app, tokenizer = bundle.app(args.app), session.tokenizer
-        merged = app.kind is AdapterKind.MERGED
-        model = cache(lambda: load(folder, args.adapter, geometry.context, merge=merged).model)
-        try:
-            choose = bool(geometry.hidden)
-            self.found["notes"] = list(check_model(folder, args.adapter, tokenizer, geometry.context, choose, model))
-            self.found["transformers"] = "prompt ids, logits and first tokens are those of the torch reference"
-        except ParityError as error:
-            self.faults.append(str(error))
-        self.add("reference", agreement(bundle, args.app, model(), prompts, answers, report))
 
-    def _engine_with_logits(self, bundle: Bundle) -> Engine | None:
-        """An engine of a bundle that also shows logits; None if the target has none, which the output then says."""
-        return export_target(bundle.manifest.target).logits_engine(bundle, self.args.app, self.options)
+def _torch(
+    args: argparse.Namespace, folder: Path, session: Session, prompts: list[list[int]], answers: list[list[int]],
+    report: Report,
+) -> Iterator[tuple[str, Any, list[str]]]:  # fmt: skip
+    """Compare the torch reference with transformers and PEFT, and the plain answers with the reference."""
+    from ssdevice.bench.against_torch import agreement
+    from ssdevice.export.crosscheck.check import check_model
+    from ssdevice.model.loading import load
+
+    bundle, geometry = session.bundle, session.bundle.geometry
+    merged = bundle.app(args.app).kind is AdapterKind.MERGED
+    model = cache(lambda: load(folder, args.adapter, geometry.context, merge=merged).model)
+    try:
+        notes = check_model(folder, args.adapter, session.tokenizer, geometry.context, bool(geometry.hidden), model)
+        yield "notes", list(notes), []
+        yield "transformers", "prompt ids, logits and first tokens are those of the torch reference", []
+    except ParityError as error:
+        yield "notes", [], [str(error)]
+    result = agreement(bundle, args.app, model(), prompts, answers, report)
+    yield "reference", result.as_json(), result.faults()
 
 
 def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:

@@ -95,8 +95,7 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
 
 def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = False) -> Any:
     """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``; raises InputError."""
-    check_peft(adapter, apart)
-    _check_vocabulary(hf, adapter)
+    check_peft(adapter, apart, len(hf.get_input_embeddings().weight))
     from peft import PeftConfig, get_peft_model
 
     try:
@@ -117,9 +116,9 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
     return wrapped
 
 
-def check_peft(folder: Path, apart: bool = False) -> None:
+def check_peft(folder: Path, apart: bool = False, vocab: int | None = None) -> None:
     """Raise InputError unless a folder has a LoRA with finite tensors of the configured ranks. ``apart``: it will stay
-    separate.
+    separate; ``vocab``: tokens of the model it is for, if known.
 
     Otherwise the configured rank would decide how much memory is allocated, a missing file would be looked up on the
     hub under the folder's name, and a NaN would be merged into the base.
@@ -136,7 +135,7 @@ def check_peft(folder: Path, apart: bool = False) -> None:
         raise InputError(
             f"{folder}: no {PEFT_WEIGHTS}; if it has other files, save it again with PEFT (save_pretrained)"
         )
-    largest = _check_weights(weights)
+    largest = _check_weights(weights, vocab)
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name), (dict, type(None))):
             raise InputError(f"{file}: {name} is not an object")
@@ -145,20 +144,9 @@ def check_peft(folder: Path, apart: bool = False) -> None:
             raise InputError(f"{file}: rank {repr(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}")
 
 
-def _check_vocabulary(hf: Any, adapter: Path) -> None:
-    """Raise InputError for an adapter that brings embeddings or a head of another vocabulary."""
-    rows = len(hf.get_input_embeddings().weight)
-    with safe_open(str(adapter / PEFT_WEIGHTS), framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118  # no mapping
-            if EMBEDDING.search(name) and (found := tensors.get_slice(name).get_shape()[0]) != rows:
-                raise InputError(
-                    f"{adapter}: {name} is for a vocabulary of {found} tokens, the model has {rows}: resize the model "
-                    f"as it was for training (resize_token_embeddings({found})) and save it"
-                )
-
-
-def _check_weights(file: Path) -> int:
-    """The largest rank of a LoRA's tensors. Raises InputError for values that are not finite."""
+def _check_weights(file: Path, vocab: int | None) -> int:
+    """The largest rank of a LoRA's tensors. Raises InputError for values that are not finite, and for embeddings or a
+    head of another vocabulary than the model's ``vocab`` tokens."""
     largest = 0
     try:
         check_no_pointer(file)
@@ -166,6 +154,11 @@ def _check_weights(file: Path) -> int:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
                 value = tensors.get_tensor(name)
                 check_values(file, name, value)
+                if vocab is not None and EMBEDDING.search(name) and (found := len(value)) != vocab:
+                    raise InputError(
+                        f"{file.parent}: {name} is for a vocabulary of {found} tokens, the model has {vocab}: resize "
+                        f"the model as it was for training (resize_token_embeddings({found})) and save it"
+                    )
                 if "lora_A" in name or "lora_embedding_A" in name:
                     largest = max(largest, *value.shape[:1])
     except (OSError, SafetensorError, TypeError, ValueError, OverflowError, NotImplementedError) as error:

@@ -44,15 +44,14 @@ def test_the_pace_tells_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     shown = Progress(quiet=True)
     shown.report("export", 0, 100)
-    stage = shown._stage
-    assert stage is not None and stage.left() is None
+    assert shown.left() is None
     clock[0] = 100.0
     shown.report("export", 50, 100)
-    assert stage.left() == 100
+    assert shown.left() == 100
     clock[0] = 180.0
     shown.report("export", 90, 100)
-    assert stage.left() == pytest.approx(20) and "about 20 s left" in stage.line()
+    assert shown.left() == pytest.approx(20) and "about 20 s left" in shown.line()
     clock[0] = 400.0  # no 0 s left while work remains
-    assert stage.line() == "export 90/100, 7 min so far, longer than expected"
+    assert shown.line() == "export 90/100, 7 min so far, longer than expected"
     shown.report("export", 100, 100)
-    assert "left" not in stage.line() and "longer" not in stage.line()
+    assert "left" not in shown.line() and "longer" not in shown.line()
