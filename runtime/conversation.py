@@ -69,10 +69,9 @@ class Conversation:
         return token
 
     def step(self, last: int) -> list[int]:
-        """Verify ``drafts`` after the token ``last`` and return the 1..A emitted tokens.
+        """Verify ``drafts`` after the token ``last``; returns the 1..A emitted tokens and sets the next ``drafts``.
 
-        Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on, and sets ``drafts`` to
-        the next draft, which follows the last of these tokens.
+        Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on.
         """
         if (choose := self.chooser) is not None:
             for depth, token in zip(range(len(self.drafts)), self.forced(), strict=False):

@@ -66,9 +66,9 @@ class Generation:
     truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
     ``logprobs``: those of each token, if they were asked for. ``dropped``: the oldest turns that the conversation lost,
     so that it fits the context. ``cached_tokens``: those of the prompt that were not computed again.
-    ``inexact``: typical acceptance may have changed the tokens. ``alone``: tokens that the device chose itself, because
-    the server that verifies them did not answer. ``native_seconds``: the part of ``decode_seconds``
-    inside the target's runtime. ``reason``: None while it runs.
+    ``inexact``: typical acceptance may have changed the tokens. ``alone``: tokens that no server verified, because it
+    did not answer. ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None
+    while it runs.
     """
 
     prompt_tokens: int

@@ -101,10 +101,9 @@ class OpenBundle:
         return self._bundle is None or self._bundle.manifest.mode is not None
 
     def use(self, app: str) -> None:
-        """Switch to another app of the bundle. Raises InputError for an unknown app.
+        """Switch to another app and start over, since each adapter computes other keys and values.
 
-        The conversation starts over, because each adapter computes other keys and values. A session keeps the apps it
-        has used, so switching back takes microseconds; see ``preload``.
+        Switching back to an app takes microseconds; see ``preload``. Raises InputError for an unknown app.
         """
         opened = self._opened(app)
         self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
@@ -138,7 +137,6 @@ class OpenBundle:
     def save(self, file: str | Path) -> None:
         """Write the conversation and what the cache holds to a file, for ``Session.open(.., resume=file)``.
 
-        What a later prompt begins with and the cache holds is then not computed again, such as an app's instruction.
         The file fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs.
         """
         save(file, self.bundle, self.app, self._conversation, self._chat)

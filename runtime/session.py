@@ -88,9 +88,8 @@ class Session(OpenBundle):
         """Pieces of the answer to a single prompt. When it begins, the session forgets the conversation so far.
 
         What the prompt begins with and the cache holds, such as the app's instruction, is not computed again.
-        ``stop``: strings, also special tokens, that end the answer and are not part of it. ``sampling``: how tokens are
-        chosen, None for greedily. The answer is the same with and without ``speculate``, unless the sampling has
-        typical acceptance. Raises InputError for an empty
+        ``stop``: strings, also special tokens, that end the answer and are not part of it. ``sampling``: None for
+        greedy. ``speculate`` does not change the answer, except with typical acceptance. Raises InputError for an empty
         prompt, ContextOverflowError for one that does not fit.
         """
         ids = self.prompt_ids(arguments.text("prompt", prompt), system=system)
@@ -180,7 +179,7 @@ class Session(OpenBundle):
     ) -> Generator[Run, None, None]:
         """Check a request without changing anything. ``turn``: None starts a new conversation.
 
-        The answer takes the cache of the app that is in use now when it begins, and goes on as long as it owns it.
+        When the answer begins, it takes the cache of the app in use now; it goes on as long as it owns it.
         """
         max_tokens, stop = arguments.whole("max_tokens", max_tokens, 1), arguments.texts("stop", stop)
         if mode not in (ADAPTIVE, *MODES):

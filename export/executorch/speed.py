@@ -112,8 +112,8 @@ def emptied_caches() -> Iterator[None]:
 def _decomposed_once() -> Iterator[None]:
     """A program is traced anew only if it has operators to decompose.
 
-    The lowering asks three times: without any operator, to make a program functional, which the second time does as
-    well; then with those that the partitioner does not take, and with all others.
+    The lowering asks three times: for no operator, to make a program functional; for those that the partitioner does
+    not take, which does that as well; and for all others.
     """
     decompose = ExportedProgram.run_decompositions
 

@@ -50,9 +50,9 @@ def adopt_weights(
 ) -> None:
     """Give every matrix of the model its values in these functions of a package, sharing the package's memory.
 
-    ``saved`` receives the previous values. ``quant``: the requested precision. ``sketches``: those of a model after
-    ``drop_matrices``. Raises ParityError for a matrix that the package lacks or, with ``quant``, one that differs from
-    the model's by more than that precision costs, which a reference with the package's weights would not notice.
+    ``saved`` receives the previous values. ``sketches``: those of ``drop_matrices``. Raises ParityError for a matrix
+    that the package lacks or, with the requested precision ``quant``, one that differs by more than that costs: a
+    reference with the package's weights would not notice.
     """
     where = program.package.path
     stored = decompressed(program, functions)

@@ -1,9 +1,8 @@
-"""A loaded ExecuTorch program: its functions, the cache and slots that it owns, and the conversation that has them.
+"""A loaded ExecuTorch program: its functions, its cache and slots, and the conversation that has them.
 
-A loaded program has a single cache and a single set of slots, so conversations take turns. The one that is called next
-saves the rows of the previous one, restores its own, and puts its app's adapter into the slots; while one conversation
-continues, nothing is copied. ExecuTorch's Python binding takes torch tensors, so torch is loaded here, behind the
-binding; a phone's runtime needs neither.
+A program has one cache and one set of slots, so conversations take turns. The one that is called next saves the rows of
+the previous one, restores its own, and puts its app's adapter into the slots; while one conversation continues, nothing
+is copied. ExecuTorch's Python binding takes torch tensors, so torch is loaded here; a phone's runtime needs neither.
 """
 
 from __future__ import annotations
