@@ -126,7 +126,7 @@ def test_a_file_that_is_missing_is_refused(geometry: Geometry, tmp_path: Path) -
 def test_a_program_without_a_function_is_refused(file: Path, geometry: Geometry) -> None:
     found = pytest.raises(BundleError, match="the program has no rewind; it has .*step_plain")
     with found, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "functions", lambda *_: {"rewind": None})
+        patch.setattr(target.contract, "functions", lambda *_: {"rewind": None})
         ExecutorchEngine(file, geometry, ["rewind"], EngineOptions())
 
 
