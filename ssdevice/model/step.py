@@ -78,7 +78,7 @@ class StreamModel(nn.Module):
 
     def take_draft_rows(self) -> None:
         """Copy the LM head's rows of the draft vocabulary. Call this whenever the vocabulary changes."""
-        if self.streams is not None and self.streams.config.draft_vocabulary:
+        if self.streams is not None and self.gamma and self.streams.config.draft_vocabulary:
             self.draft_head = self.backbone.head_rows(self.streams.draft_ids)
 
     def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, Tensor, Rows]:

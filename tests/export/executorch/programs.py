@@ -87,8 +87,8 @@ def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
 
 @cache
 def draft_layers(quant: Quant = Quant.INT8) -> Bundle:
-    """A bundle whose drafts come from a layer of its own, with rows in the cache; its host can choose tokens."""
-    own = {"msa_layers": 0, "adapter_rank": 0, "draft_layers": 1}
+    """A bundle whose drafts, of a draft vocabulary, come from a layer of its own; its host can choose tokens."""
+    own = {"msa_layers": 0, "adapter_rank": 0, "draft_layers": 1, "draft_vocabulary": 40}
     made = made_once("executorch/own", partial(write_adapter, base=base(), mode=Mode.LOSSLESS, gamma=2, **own))
 
     def export(out: Path) -> None:
