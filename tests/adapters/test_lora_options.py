@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from ssdevice.adapters.weights import MERGED, PLAIN, AdapterWeights, check_optio
 from ssdevice.errors import InputError, UnsupportedModelError
 from ssdevice.model.lora import attach_lora, check_peft
 
+BASE = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(8, 8))
+"""What is read of a base before the options are."""
 LINEAR = "base_model.model.model.layers.0.mlp.up_proj"
 SET = [
     *((option, True) for option in sorted(MERGED)),
@@ -38,7 +41,7 @@ def test_what_only_a_merge_takes_into_account_is_refused_apart(option: str, valu
     with pytest.raises(UnsupportedModelError, match=f"{option}.* does not fit into a slot of a shared base"):
         AdapterWeights.read(folder)  # slots of ONNX and ExecuTorch, and apps added to a bundle
     with pytest.raises(UnsupportedModelError, match=f"{option}.* does not fit into a slot of a shared base"):
-        attach_lora(None, folder)  # functions of Core ML, and what gates compare with
+        attach_lora(BASE, folder)  # functions of Core ML, and what gates compare with
     check_peft(folder)  # merging and training leave it to PEFT
 
 
@@ -48,7 +51,7 @@ def test_what_only_a_merge_takes_into_account_is_refused_apart(option: str, valu
 )
 def test_what_nobody_takes_into_account_is_refused_on_every_path(option: str, value: Any, tmp_path: Path) -> None:
     folder = write(tmp_path, **{option: value})
-    for read in (AdapterWeights.read, check_peft, lambda path: attach_lora(None, path)):
+    for read in (AdapterWeights.read, check_peft, lambda path: attach_lora(BASE, path)):
         with pytest.raises(InputError, match=option):
             read(folder)
 
