@@ -37,6 +37,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, function: str, by: Any) -> None:
     monkeypatch.setattr(Conversation, "_logits", change)
 
 
+@pytest.mark.wide
 def test_right_answers_have_no_faults_and_end_at_every_node() -> None:
     with Session.open(tiny_bundle("fp32", choose=True), threads=1) as session:
         result = compare(session, seeds=1)

@@ -159,6 +159,7 @@ def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.Cap
     assert Tree.parse(str(out)).to_json() == found["choices"][0]["tree"]
 
 
+@pytest.mark.wide
 def test_tune_makes_its_own_trials_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now")) + "\n")

@@ -52,8 +52,10 @@ DEEP = [
     ("stablelm", 32), ("nemotron", 24), ("opt-before", 24),
 ]  # fmt: skip
 QUICK = [
-    ("llama", 24, "int8"),
-    *(pytest.param(*each, marks=WIDE) for each in (("llama", 24, "fp16"), ("qwen3", 32, "int4"))),
+    *(
+        pytest.param(*each, marks=WIDE)
+        for each in (("llama", 24, "int8"), ("llama", 24, "fp16"), ("qwen3", 32, "int4"))
+    ),
 ]
 
 

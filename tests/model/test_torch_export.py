@@ -32,6 +32,7 @@ def past(model: StreamModel) -> list[KeyValue]:
     ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )

@@ -39,6 +39,7 @@ def fresh(folders: dict[str, Path], script: Script) -> dict[Question, Answer]:
     return fresh_answers(folders, script.questions, processes=2)
 
 
+@pytest.mark.wide
 def test_no_answer_depends_on_those_before(
     folders: dict[str, Path], script: Script, fresh: dict[Question, Answer]
 ) -> None:

@@ -150,6 +150,7 @@ def test_an_interrupt_within_a_step_does_not_count_it_twice(
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=name)
 
 
+@pytest.mark.wide
 def test_quiet_training_says_only_what_it_wrote(base: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
     """No progress bars of the frameworks, and the hub is not asked about the base."""
     out = tmp_path / "x"

@@ -19,7 +19,9 @@ def prompts(count: int) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mistral", "gemma2"))]
+)
 def test_greedy_answers_are_those_of_transformers(family: str) -> None:
     given = prompts(23)
     hf = tiny_model(family).eval()

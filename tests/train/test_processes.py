@@ -44,6 +44,7 @@ def launch(processes: int, arguments: list[str]) -> None:
         assert process.returncode == 0, said
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mode", ["lossless", pytest.param("shared", marks=pytest.mark.slow)])
 def test_two_processes_are_one_with_twice_the_batch(base: Path, data: Path, tmp_path: Path, mode: str) -> None:  # noqa: F811
     """26 rows in batches of 8, so that the last one is short."""

@@ -128,6 +128,7 @@ def test_the_loss_of_a_recipe_is_the_sum_of_the_papers(recipe: str) -> None:
     assert float(total) == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.wide
 def test_the_export_of_a_recipe_runs_the_papers_step(tmp_path: Path) -> None:
     """Verify and draft in one pass; speculative decoding equals plain decoding, whichever node a step ends at."""
     options = ["--context", "64", "--chunk", "8", "--tree", "[[0],[1],[0,0],[0,0,0]]", "--quant", "fp32", "--quiet"]

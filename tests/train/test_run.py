@@ -104,6 +104,7 @@ def test_training_learns_to_draft(base: Path, data: Path, tmp_path: Path, capsys
     assert len({p.stat().st_mode for p in (tmp_path / "abc").iterdir()}) == 1, "who reads one file reads all"
 
 
+@pytest.mark.wide
 def test_killed_run_goes_on_to_the_same_weights(
     base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_an_existing_folder_is_not_overwritten(
     assert "exists" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_training_goes_on_from_an_adapter_on_its_own_completions(base: Path, data: Path, tmp_path: Path) -> None:
     """A LoRA made by PEFT gets streams; what it says itself is what they learn, so little of its answers changes."""
     first = command(base, data, tmp_path / "lora", "--steps", "80", "--objective", "next-token")
@@ -176,6 +178,7 @@ def test_training_goes_on_from_an_adapter_on_its_own_completions(base: Path, dat
     assert distilled["self_distill"] and distilled["final_loss"][0] < 0.2, "its own words are no news to it"
 
 
+@pytest.mark.wide
 def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, tmp_path: Path) -> None:
     """The adapter holds the LoRA as it was; main rows compute the tuned model, with the streams or without."""
     tuned, both = tmp_path / "lora", tmp_path / "both"
@@ -211,6 +214,7 @@ def test_an_adapter_keeps_its_tokenizer_when_streams_are_added(base: Path, data:
     assert open_tokenizer(base, both).prompt_ids("b") == seen[0]
 
 
+@pytest.mark.wide
 def test_trained_streams_can_learn_to_see_more_tokens(base: Path, data: Path, tmp_path: Path) -> None:
     """The terms begin as zero, so they draft as before until these are trained; then they help."""
     common = ("--mode", "lossless", "--adapter-rank", "2", "--token-rank", "0")

@@ -111,7 +111,9 @@ def test_a_deployment_target_without_states_is_refused(tmp_path: Path):
         check_package(Package.open(old), CONTRACT, SAME)
 
 
-@pytest.mark.parametrize("quant", [Quant.FP16, Quant.INT4], ids=lambda quant: quant.value)
+@pytest.mark.parametrize(
+    "quant", [Quant.FP16, pytest.param(Quant.INT4, marks=pytest.mark.wide)], ids=lambda quant: quant.value
+)
 def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path: Path):
     small = shutil.copytree(package(quant), tmp_path / "small.mlpackage")
     sizes = compact(small)

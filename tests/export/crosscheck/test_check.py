@@ -162,6 +162,7 @@ def penalized() -> Path:
     return made_once("export/penalized", make)
 
 
+@pytest.mark.wide
 def test_settings_that_a_bundle_does_not_apply_are_said_wherever_it_answers(
     penalized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_host_that_chooses_gives_the_answers_of_generate(tmp_path: Path, capsy
     assert json.loads(capsys.readouterr().out)["sampling"]["repetition_penalty"] == 1.3
 
 
+@pytest.mark.wide
 def test_without_the_comparison_a_bundle_says_so_and_verify_still_makes_it(
     base: Path, with_lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
 WIDE = pytest.mark.wide
 OTHERS = [pytest.param(quant, marks=WIDE) for quant in ("fp32", "int4")]
 """Than INT8."""
-CASES = ["fp32", "int8", "int4", "own", *(pytest.param(name, marks=WIDE) for name in ("heads", "following"))]
+CASES = ["int8", "int4", *(pytest.param(name, marks=WIDE) for name in ("fp32", "own", "heads", "following"))]
 
 
 def export(base: Path, out: Path, *flags: str) -> list[str]:
@@ -141,6 +141,7 @@ def test_without_an_adapter_drafts_repeat_the_text_unless_only_plain_decoding_is
     assert bundle.manifest.mode is None and bundle.app().kind == "base"
 
 
+@WIDE
 def test_a_model_without_a_chat_template_is_given_plain_prompts(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +305,7 @@ def test_an_interrupted_export_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
+@WIDE
 def test_answers_that_end_with_the_context_are_those_of_generate(base: Path, waiting: Path, tmp_path: Path) -> None:
     rows, bundle = tmp_path / "rows.jsonl", tmp_path / "bundle"
     rows.write_text('{"prompt": "a b c d"}\n')

@@ -275,6 +275,7 @@ def test_an_adapter_without_a_slots_tensors_is_not_run(
     assert "needs" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_one_adapter_stands_apart_if_asked(base: Path, plain_lora: Path, tmp_path: Path) -> None:
     assert (
         main(export(base, tmp_path / "b", "--quant", "fp32", "--dry-run", "--slots", "--adapter", f"a={plain_lora}"))

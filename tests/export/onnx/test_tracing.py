@@ -34,7 +34,7 @@ ALWAYS = ("gemma3_text", "opt-before", "olmo")
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "family", [pytest.param(name, marks=pytest.mark.wide if name in ALWAYS else pytest.mark.slow) for name in MODELS]
 )
 def test_every_function_of_every_family(family: str) -> None:
     model = build(tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT).eval()
