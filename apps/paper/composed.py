@@ -16,7 +16,6 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from time import process_time
 
 import numpy as np
 import onnx_ir as ir
@@ -24,7 +23,7 @@ import onnxruntime as ort
 
 from apps.paper.costs import Shape
 from apps.paper.methods import lines
-from apps.paper.rows import timed
+from apps.paper.rows import in_turns, timed
 from ssdevice.bench import report
 from ssdevice.export.onnx.editor import OPSET, Editor
 from ssdevice.export.onnx.files import IR_VERSION
@@ -125,21 +124,17 @@ def session(draft: Draft, four_bits: bool) -> ort.InferenceSession:
 
 
 def draft_ms(drafts: Sequence[Draft], four_bits: bool, rounds: int) -> list[float]:
-    """CPU milliseconds of each draft, which take turns; the fastest quarter of the rounds, as ``rows.timed``."""
-    bound, spent = [], np.zeros((rounds, len(drafts)))
+    """CPU milliseconds of each draft, see ``rows.in_turns``."""
+    calls = []
     for draft in drafts:
         opened = session(draft, four_bits)
-        bound.append((opened, binding := opened.io_binding()))
+        binding = opened.io_binding()
         for value in opened.get_inputs():
             binding.bind_cpu_input(value.name, np.ones(value.shape, np.float32))
         for value in opened.get_outputs():
             binding.bind_output(value.name)
-    for row in spent:
-        for at, (opened, binding) in enumerate(bound):
-            start = process_time()
-            opened.run_with_iobinding(binding)
-            row[at] = 1e3 * (process_time() - start)
-    return np.quantile(spent, 0.25, axis=0).tolist()
+        calls.append(partial(opened.run_with_iobinding, binding))
+    return in_turns(calls, rounds)
 
 
 def main(words: Sequence[str] | None = None) -> None:
