@@ -4,10 +4,9 @@ Where a bundle has functions for a host that chooses, each step is also made in 
 and every other time the gate sees their drafts and rows instead of the step's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 from ssdevice.contract import DRAFT, STEP, VERIFY, VERIFY_PLAIN
 from ssdevice.errors import ParityError
@@ -77,7 +76,7 @@ class EngineDriver:
         drafts: Drafts = self.conversation.drafts.tolist()
         return drafts
 
-    def __enter__(self) -> EngineDriver:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

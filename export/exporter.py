@@ -1,12 +1,10 @@
 """The interface of exporters: the job that each is given, what it wrote, and apps as functions of one file."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ssdevice.bundle.manifest import AdapterKind, App
 from ssdevice.config import Schedule
@@ -36,13 +34,13 @@ class ExportJob:
     """
 
     plan: ExportPlan
-    loaded: LoadedModel
+    loaded: "LoadedModel"
     report: Report
     notes: tuple[str, ...] = ()
-    calibrated: Mapping[str, Tensor] = field(default_factory=dict)
+    calibrated: "Mapping[str, Tensor]" = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: ExportPlan, report: Report, calibrated: Mapping[str, Tensor] | None = None) -> ExportJob:
+    def of(cls, plan: ExportPlan, report: Report, calibrated: "Mapping[str, Tensor] | None" = None) -> Self:
         """Load the first app of a plan."""
         from ssdevice.model.loading import load
 
@@ -51,7 +49,7 @@ class ExportJob:
         loaded = load(plan.folder, plan.adapter, plan.geometry.context, gamma, plan.merged, own, scratch, plan.identity)
         return cls(plan, loaded, report, calibrated=own)
 
-    def folded(self) -> ExportJob:
+    def folded(self) -> Self:
         """The job with stream adapters folded into weights of stream rows, in place: one product replaces three.
 
         Only if streams run separately from main rows and apps are not switched.
@@ -66,7 +64,7 @@ class ExportJob:
             row.weight.data = mapped(row.weight, self.plan.options.out.parent)
         return replace(self, notes=(*self.notes, FOLDED)) if folded else self
 
-    def for_app(self, app: AppPlan) -> ExportJob:
+    def for_app(self, app: AppPlan) -> "ExportJob":
         """The job for one app of several, with a separate model: drop it before the next."""
         return ExportJob.of(self.plan.of(app), self.report, self.calibrated)
 
@@ -107,7 +105,7 @@ class Exporter(ABC):
     smooths: ClassVar[frozenset[Quant]] = frozenset()
     chooses: ClassVar[bool] = False
 
-    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+    def grid(self, plan: ExportPlan, linear: "nn.Linear", factor: bool) -> "Grid | None":
         """Where rounding to nearest puts the weights of a layer's linear; None: it is not calibrated.
 
         ``factor``: it is one of the two of a low-rank term.
@@ -122,11 +120,11 @@ class Exporter(ABC):
         return job
 
     @abstractmethod
-    def export(self, job: ExportJob, folder: Path) -> TargetResult:
+    def export(self, job: ExportJob, folder: "Path") -> TargetResult:
         """Write the target's files below ``folder``, the unfinished bundle; this may release the model's memory."""
 
     @abstractmethod
-    def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
+    def gate(self, job: ExportJob, folder: "Path", result: TargetResult) -> Mapping[str, float]:
         """Compare the written files with the reference. Returns the largest differences; raises ParityError."""
 
 

@@ -6,8 +6,6 @@ of rows, rotary embedding, norms, the view of rows as heads, the best candidates
 torch's own, which compute the same as the model's code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

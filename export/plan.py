@@ -1,11 +1,9 @@
 """The options and the plan of an export."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ssdevice import contract
 from ssdevice.adapters.settings import Adapter, AdapterFolder, BaseIdentity
@@ -111,14 +109,14 @@ class ExportPlan:
     schedule: Schedule
     parameters: Mapping[str, int]
     bits: float
-    tokenizer: ChatTokenizer
+    tokenizer: "ChatTokenizer"
     tokenizer_folder: Path
-    calibration: tuple[Example, ...]
+    calibration: "tuple[Example, ...]"
     notes: tuple[str, ...]
     sampling: ModelSampling | None
 
     @property
-    def settings(self) -> AdapterSettings | None:
+    def settings(self) -> "AdapterSettings | None":
         """The settings of the first app that has streams."""
         return next((app.settings for app in self.apps if app.settings is not None), None)
 
@@ -127,7 +125,7 @@ class ExportPlan:
         """The folder of the first app's adapter, in a merged plan that of the only one."""
         return self.apps[0].folder
 
-    def of(self, app: AppPlan) -> ExportPlan:
+    def of(self, app: AppPlan) -> Self:
         """The plan for one of the apps; beside others, one without streams has a plan of plain decoding."""
         geometry = self.geometry
         if app.settings is None and not self.merged:
@@ -180,7 +178,7 @@ class ExportPlan:
         }
 
 
-def make_plan(options: ExportOptions, target: Exporter) -> ExportPlan:
+def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     """Check everything that can be checked without loading weights, so that a dry run refuses what an export refuses.
 
     Raises InputError, which names the value that cannot be used.
@@ -250,7 +248,7 @@ def _longer(context: int, config: Any) -> tuple[str, ...]:
     return () if known is None or context <= known else (f"{LONGER}: {context} tokens, {known} positions",)
 
 
-def _check_form(options: ExportOptions, target: Exporter, merged: bool) -> None:
+def _check_form(options: ExportOptions, target: "Exporter", merged: bool) -> None:
     """Raise ConfigError for what a target cannot write."""
     if options.quant not in target.bits:
         able = ", ".join(target.bits)
@@ -280,7 +278,7 @@ def _app(name: str, adapter: Path, identity: BaseIdentity, config: Any, merged: 
     return AppPlan(adapter, opened.settings, opened.has_lora, name)
 
 
-def _schedule(options: ExportOptions, target: Exporter, apps: tuple[AppPlan, ...]) -> Schedule:
+def _schedule(options: ExportOptions, target: "Exporter", apps: tuple[AppPlan, ...]) -> Schedule:
     """The requested schedule, the papers' for streams of their recipes, or the target's.
 
     Streams that see the chosen token wait for it.

@@ -1,7 +1,5 @@
 """Silences the logs and warnings of other packages while they work."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

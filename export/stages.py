@@ -1,7 +1,5 @@
 """The stages of an export in order. A failure in any of them leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ takes whole tensors then reads its cache in place. Attention runs over the whole
 the rows from ``length`` on, which may hold any finite values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@
 command line can list its options; its methods import what they need.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
@@ -77,10 +75,10 @@ class ExportTarget(ABC):
     options: ClassVar[tuple[type[TargetOptions], ...]] = ()
 
     @abstractmethod
-    def exporter(self, options: ExportOptions) -> Exporter:
+    def exporter(self, options: "ExportOptions") -> "Exporter":
         """The Exporter for these options. A missing package raises ModuleNotFoundError."""
 
-    def check(self, options: ExportOptions) -> None:
+    def check(self, options: "ExportOptions") -> None:
         """Raise ConfigError for options that this target cannot combine."""
         for chosen in options.target_options:
             if type(chosen) not in self.options:
@@ -90,19 +88,19 @@ class ExportTarget(ABC):
         """The target's name in folders and messages, with options that change what it is."""
         return self.name
 
-    def describe(self, options: ExportOptions) -> dict[str, Any]:
+    def describe(self, options: "ExportOptions") -> dict[str, Any]:
         """What ``--dry-run`` adds for this target."""
         return {}
 
-    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+    def logits_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine | None":
         """An engine that shows logits (``Conversation.logits``); None if there is none."""
         return None
 
-    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+    def as_stored(self, bundle: "Bundle", app: str | None, model: "StreamModel") -> AsStored:
         """How to make the torch model round as the bundle does."""
         return None, bundle.manifest.precision
 
-    def parts(self, engine: Engine) -> Mapping[str, str]:
+    def parts(self, engine: "Engine") -> Mapping[str, str]:
         """Kernel of the step -> the part of the method it belongs to, as far as the target can tell."""
         return {}
 
@@ -116,7 +114,7 @@ def export_target(name: str) -> ExportTarget:
         raise ConfigError(f"target {name!r}: there is no module {module}") from error
 
 
-def exporter(options: ExportOptions) -> Exporter:
+def exporter(options: "ExportOptions") -> "Exporter":
     """The exporter for these options. Raises MissingExtraError, which names the extra to install."""
     target = export_target(options.target)
     with needs_extra(target.extra):

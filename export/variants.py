@@ -1,7 +1,5 @@
 """The graphs of a bundle with separate apps: a set for each kind of app, traced with placeholders for adapters."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs bundles: engines, the decoding loop and sessions. Needs no training framework."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

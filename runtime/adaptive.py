@@ -3,8 +3,6 @@
 Both kinds of calls emit the model's own tokens, so the answer does not depend on which is chosen, only its speed does.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import sqrt

@@ -1,7 +1,5 @@
 """Adds an app to a bundle with slots: checks its adapter, writes it in the target's form, and lists it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

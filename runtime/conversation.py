@@ -1,7 +1,5 @@
 """A conversation with an engine: the contract's three functions as Python calls, the same for every target."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +31,7 @@ class Conversation:
     ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
     """
 
-    def __init__(self, engine: Engine, beside: Conversation | None = None) -> None:
+    def __init__(self, engine: "Engine", beside: "Conversation | None" = None) -> None:
         self.engine = engine
         self.geometry = engine.geometry
         self.length = 0

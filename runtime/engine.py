@@ -3,8 +3,6 @@
 A target's ``RuntimeTarget`` opens its engine. Nothing else about the target is known outside its folder.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class EngineOptions:
     spinning: bool = True
     profile: bool = False
     kernels: bool = True
-    verify_at: VerifyAt | None = None
+    verify_at: "VerifyAt | None" = None
 
     def __post_init__(self) -> None:
         arguments.whole("threads", self.threads, 0)

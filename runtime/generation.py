@@ -1,10 +1,9 @@
 """An answer: its tokens, how many each step emitted, and its times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +97,7 @@ class Generation:
         self.reason = run.reason
 
     @classmethod
-    def total(cls, answers: Sequence[Generation]) -> Generation:
+    def total(cls, answers: "Sequence[Generation]") -> Self:
         """Several answers as one: their counts and times together, without texts and tokens."""
         found = cls(sum(each.prompt_tokens for each in answers))
         for each in answers:

@@ -5,8 +5,6 @@ often in an app's own format, lookup in open text, names and quotations, so the 
 the speed, never the answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ssdevice.runtime.conversation import Conversation

@@ -3,8 +3,6 @@
 It only moves integers. What decides on the next token is behind ``Conversation``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from ssdevice.contract import Geometry

@@ -1,7 +1,5 @@
 """What a process prints on stderr: messages only once, and none of native libraries that raise an error as well."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """An open bundle: the engine and the cache of the app in use, and of those that were used before."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 A file is one of safetensors with a description in JSON, which is checked like one that came from someone hostile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """An open bundle: prompts in, text out, one conversation at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass

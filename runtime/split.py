@@ -6,8 +6,6 @@ place, and an answer three bytes (2410.03804, table 7: 4M and 3A for a small mod
 one; M: the root and its drafts, A: the tokens that the call emits).
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys
@@ -17,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -109,7 +107,7 @@ class Limits(Ruled):
     tokenizer: str
 
     @classmethod
-    def of(cls, bundle: Bundle) -> Limits:
+    def of(cls, bundle: Bundle) -> Self:
         """What a bundle verifies."""
         tokenizer = bundle.manifest.files[bundle.manifest.roles[TOKENIZER_ROLE]].sha256
         return cls(bundle.geometry.tree.depth, bundle.geometry.context, tokenizer)
@@ -264,7 +262,7 @@ class SplitEngine(Engine):
         self.device, self.link = device, link
 
     @classmethod
-    def of(cls, device: Engine, bundle: Bundle, app: str | None, at: VerifyAt) -> SplitEngine:
+    def of(cls, device: Engine, bundle: Bundle, app: str | None, at: VerifyAt) -> Self:
         """The engine of a bundle's app, verified at a server under the app's name. Raises InputError."""
         try:
             return cls(device, Link(at, bundle.app(app).name, Limits.of(bundle).tokenizer))
@@ -272,7 +270,7 @@ class SplitEngine(Engine):
             device.close()
             raise
 
-    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> SplitCache:
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "SplitCache":
         return SplitCache(inputs, self)
 
     def release(self) -> None:

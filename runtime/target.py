@@ -3,8 +3,6 @@
 ``ssdevice.runtime.TARGET.target`` defines ``TARGET``, a ``RuntimeTarget``, whose methods import what they need.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,10 +29,10 @@ class RuntimeTarget(ABC):
     heeds: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
-    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
+    def open_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine":
         """The engine of an app. Raises BundleError, and ModuleNotFoundError for a missing package."""
 
-    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
+    def app_file(self, bundle: "Bundle", name: str, folder: Path) -> AppFile:
         """The name of the file that holds a further app's tensors, and what writes it.
 
         ``name``, ``folder``: the app's, for messages. Raises InputError for a target whose bundles take no more apps.
@@ -48,11 +46,11 @@ class RuntimeTarget(ABC):
         """
         return None
 
-    def check_browser(self, bundle: Bundle) -> None:
+    def check_browser(self, bundle: "Bundle") -> None:
         """Raise BundleError for a bundle that the page of ``ssdevice web`` does not run."""
         raise BundleError(f"{bundle.folder} is for {self.name}; browsers run bundles of --target onnx")
 
-    def describe(self, bundle: Bundle) -> dict[str, Any]:
+    def describe(self, bundle: "Bundle") -> dict[str, Any]:
         """What ``inspect`` adds for this target, as plain values."""
         return {}
 

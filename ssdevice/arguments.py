@@ -1,7 +1,5 @@
 """Checks of what callers of the Python API pass: a value of the wrong type is an InputError that names it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral

@@ -1,7 +1,5 @@
 """The command line: finds a command's module, runs it, and turns errors into one line and an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io

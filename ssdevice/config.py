@@ -1,7 +1,5 @@
 """Settings of Speculative Streaming as frozen dataclasses, and the strict loader for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

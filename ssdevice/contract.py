@@ -32,8 +32,6 @@ The inputs for adapters, in graphs that several apps share, are not part of this
 ``ssdevice.adapters.slots``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

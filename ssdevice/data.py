@@ -10,8 +10,6 @@ key is an error, so that a misspelt ``completion`` is not mistaken for a missing
 name ends in ``.gz``, gzip. Empty lines are skipped.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import zlib

@@ -1,7 +1,5 @@
 """The errors of ssdevice: the class decides the exit code, the message says what to do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The memory of this process: its peak, and freed memory that is given back to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import re

@@ -1,7 +1,5 @@
 """How long-running work reports its progress; ``ssdevice.commands.progress`` shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Bounds of values as data: a subset of JSON Schema, which the checks here and the published schema share."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping

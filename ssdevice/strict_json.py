@@ -1,7 +1,5 @@
 """JSON that all readers interpret alike: no repeated keys, no number or depth that some readers refuse."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

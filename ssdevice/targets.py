@@ -4,8 +4,6 @@ Another package adds one with an entry point of the group ``ssdevice.targets``, 
 ``PACKAGE.export`` and ``PACKAGE.runtime``.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ the main stream. With γ = 2 streams and k = 2 candidates each::
 has parents (0, 0, 0, 1), depths (0, 1, 1, 2) and path table ((0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 1, 3)).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -21,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ssdevice.errors import ConfigError
 
@@ -63,25 +61,25 @@ class Tree:
             raise ConfigError("tree paths are not in breadth-first order; build trees with Tree.of")
 
     @classmethod
-    def of(cls, paths: Iterable[Sequence[int]]) -> Tree:
+    def of(cls, paths: Iterable[Sequence[int]]) -> Self:
         """The tree with these rank paths in any order; the root may be left out."""
         unique = {(), *(tuple(path) for path in paths)}
         return cls(tuple(sorted(unique, key=lambda p: (len(p), p))))
 
     @classmethod
-    def root_only(cls) -> Tree:
+    def root_only(cls) -> Self:
         """One node: the tree of plain decoding."""
         return cls(((),))
 
     @classmethod
-    def chain(cls, depth: int) -> Tree:
+    def chain(cls, depth: int) -> Self:
         """The best candidate of each of ``depth`` streams: depth + 1 nodes."""
         if not 0 <= depth < MAX_NODES:
             raise ConfigError(f"chain:{depth} does not have 1..{MAX_NODES} nodes")
         return cls(tuple((0,) * d for d in range(depth + 1)))
 
     @classmethod
-    def full(cls, k: int, depth: int) -> Tree:
+    def full(cls, k: int, depth: int) -> Self:
         """Every path over ``k`` candidates: 1 + k + k² + .. nodes."""
         # The bound on depth comes first: k**depth of untrusted numbers may not fit into memory.
         if k < 1 or not 0 <= depth < MAX_NODES or sum(k**d for d in range(depth + 1)) > MAX_NODES:
@@ -89,7 +87,7 @@ class Tree:
         return cls.of(path for d in range(depth + 1) for path in product(range(k), repeat=d))
 
     @classmethod
-    def from_counts(cls, observed: Mapping[Ranks, int], size: int) -> Tree:
+    def from_counts(cls, observed: Mapping[Ranks, int], size: int) -> Self:
         """The tree of at most ``size`` nodes that accepts most on observed rank paths.
 
         ``observed`` counts, over verified positions, the ranks of the true next tokens in streams 1, 2, ..; a path ends
@@ -109,7 +107,7 @@ class Tree:
         return cls.of(best[: size - 1])
 
     @classmethod
-    def parse(cls, spec: str) -> Tree:
+    def parse(cls, spec: str) -> Self:
         """A tree from ``chain:4``, ``full:k=3,depth=2``, a JSON list of rank paths, or a file with one of these. Raises
         ConfigError, which lists these forms."""
         text = spec.strip()
@@ -134,7 +132,7 @@ class Tree:
         raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}, with numbers that make 1..{MAX_NODES} nodes")
 
     @classmethod
-    def _from_json(cls, text: str) -> Tree:
+    def _from_json(cls, text: str) -> Self:
         try:
             return cls.of(_paths(json.loads(text)))
         except (ValueError, RecursionError) as error:
@@ -148,7 +146,7 @@ class Tree:
             raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k} (0..{k - 1})")
 
     @classmethod
-    def from_json(cls, value: Any) -> Tree:
+    def from_json(cls, value: Any) -> Self:
         """The tree that ``to_json`` wrote. Raises ConfigError, also for paths that repeat or are out of order."""
         return cls(((), *map(tuple, _paths(value))))
 

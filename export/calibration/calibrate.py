@@ -1,7 +1,5 @@
 """Calibration as a stage of an export: layer by layer, on what the layers before it give once they are rounded."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@ made it so. Scales are bfloat16 numbers: a code times such a scale is exact in f
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

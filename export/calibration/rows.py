@@ -1,7 +1,5 @@
 """Rows of an app going through a model layer by layer, main rows and streams alike, as in prefill and step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ value. If whatever writes the channels, a norm or another linear, is divided by 
 columns of the linears that read them are multiplied by it, products stay the same but rows are more even.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The Core AI target: one asset whose functions share weights and take the cache as state."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Mapping

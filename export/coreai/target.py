@@ -1,7 +1,5 @@
 """The Core AI target on the export side."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ssdevice.export.target import AsStored, ExportTarget
@@ -20,19 +18,19 @@ class CoreAITarget(ExportTarget):
     name = "coreai"
     extra = "coreai"
 
-    def exporter(self, options: ExportOptions) -> Exporter:
+    def exporter(self, options: "ExportOptions") -> "Exporter":
         from ssdevice.export.coreai.exporter import CoreAIExporter
 
         return CoreAIExporter()
 
-    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+    def logits_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine | None":
         from ssdevice.runtime.coreai.engine import CoreAIEngine
 
         engine = CoreAIEngine.of(bundle, app)
         engine.shows_logits = True
         return engine
 
-    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+    def as_stored(self, bundle: "Bundle", app: str | None, model: "StreamModel") -> AsStored:
         from ssdevice.bundle.manifest import Precision
         from ssdevice.export.coreai.weights import stored
 

@@ -6,8 +6,6 @@ module's ``weight`` is computed from what is stored, by the operators that corea
 What is stored is a tuple, also if it is one tensor, which torch would not let change its type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

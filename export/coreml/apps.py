@@ -5,8 +5,6 @@ and names every value after the path of its module. Here equal constants of a fu
 short names (those of matrices come from the model's names, see ``short_name``); no computation changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

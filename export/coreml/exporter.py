@@ -1,7 +1,5 @@
 """Core ML: one multifunction package whose functions share weights and a float16 state."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

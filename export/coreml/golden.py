@@ -7,8 +7,6 @@ two largest logits of any row that decided a token of the step, in the float32 r
 ``texts`` are for the host's tokenizer: texts with their ids; special tokens are parsed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

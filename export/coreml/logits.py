@@ -1,7 +1,5 @@
 """A Core ML program that shows its logits, to tell near-ties from faults; the interpreter runs it on any system."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

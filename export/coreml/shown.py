@@ -1,7 +1,5 @@
 """A Core ML package in the interpreter, which shows every product to the parity gate."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The Core ML target on the export side."""
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,16 +21,16 @@ class CoreMLTarget(ExportTarget):
     extra = "coreml"
     options = (CoreMLOptions,)
 
-    def exporter(self, options: ExportOptions) -> Exporter:
+    def exporter(self, options: "ExportOptions") -> "Exporter":
         from ssdevice.export.coreml.exporter import CoreMLExporter
 
         return CoreMLExporter()
 
-    def check(self, options: ExportOptions) -> None:
+    def check(self, options: "ExportOptions") -> None:
         super().check(options)
         options.chosen(CoreMLOptions).check(options)
 
-    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+    def logits_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine | None":
         if sys.platform == "darwin":  # there Core ML runs the package and hides its logits
             return None
         from ssdevice.export.coreml.logits import ShownProgram
@@ -42,7 +40,7 @@ class CoreMLTarget(ExportTarget):
         names = bundle.function_names(app)
         return CoreMLEngine(ShownProgram(Package.open(bundle.file(MODEL)), names), bundle.geometry, names)
 
-    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+    def as_stored(self, bundle: "Bundle", app: str | None, model: "StreamModel") -> AsStored:
         from ssdevice.bundle.manifest import Precision
         from ssdevice.export.mlprogram.stored import stored_weights
         from ssdevice.mil.program import Program

@@ -4,8 +4,6 @@ The parity gate compares the written files with our model in torch; this compare
 no part in. Otherwise a setting that we drop would be missing on both sides of the gate.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What ``generation_config.json`` asks of ``generate``, and which of it a bundle does not do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -45,7 +43,7 @@ APPLIED = {
 """Settings that a host applies, and their names in the manifest."""
 
 
-def generation_config(folder: Path) -> GenerationConfig:
+def generation_config(folder: Path) -> "GenerationConfig":
     """The settings that ``AutoModelForCausalLM`` loads from a folder; raises InputError."""
     from transformers import GenerationConfig
 
@@ -58,7 +56,7 @@ def generation_config(folder: Path) -> GenerationConfig:
         raise InputError(f"{file}: transformers cannot read it ({first_line(error)})") from error
 
 
-def check_settings(tokenizer: ChatTokenizer, folder: Path, choose: bool) -> tuple[str, ...]:
+def check_settings(tokenizer: "ChatTokenizer", folder: Path, choose: bool) -> tuple[str, ...]:
     """Notes on what ``generate`` does otherwise; raises InputError for a token that ends only its answers.
 
     ``choose``: the host can choose tokens as the model asks.
@@ -71,7 +69,7 @@ def check_settings(tokenizer: ChatTokenizer, folder: Path, choose: bool) -> tupl
     return generation_notes(config, choose)
 
 
-def neutral(config: GenerationConfig) -> GenerationConfig:
+def neutral(config: "GenerationConfig") -> "GenerationConfig":
     """Nothing but the tokens that end an answer."""
     from transformers import GenerationConfig
 
@@ -94,7 +92,7 @@ def model_sampling(folder: Path, vocab: int) -> ModelSampling | None:
     return asked if asked.do_sample or asked.named() else None
 
 
-def unapplied(config: GenerationConfig, choose: bool = False) -> list[str]:
+def unapplied(config: "GenerationConfig", choose: bool = False) -> list[str]:
     """The settings that can change a greedy answer and that bundles do not apply, as ``name=value``."""
     # Names that transformers does not know mean nothing to it either.
     names = sorted(set(neutral(config).to_dict()) - HARMLESS - (APPLIED.keys() if choose else set()))
@@ -106,7 +104,7 @@ def unapplied(config: GenerationConfig, choose: bool = False) -> list[str]:
     ]
 
 
-def generation_notes(config: GenerationConfig, choose: bool = False) -> tuple[str, ...]:
+def generation_notes(config: "GenerationConfig", choose: bool = False) -> tuple[str, ...]:
     """One sentence for settings that are not applied, one for sampling, as far as the model asks for them.
 
     ``choose``: the host can choose tokens, so that the manifest has the settings that it applies.

@@ -1,7 +1,5 @@
 """Prompt ids and texts of a bundle beside those of ``AutoTokenizer`` on the same folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

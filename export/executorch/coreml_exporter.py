@@ -5,8 +5,6 @@ one package that holds the weights once. ExecuTorch owns the cache, because a st
 method. The conversion is that of the ``coreml`` target: its rewrites, its fixed passes, its weight schemes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """The ExecuTorch target: one program for phones, whose functions share weights on disk and the cache in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ In the context of ``Products``, ``torch.export`` records other operators for nor
 outside delegates.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, cast

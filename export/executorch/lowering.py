@@ -1,7 +1,5 @@
 """Turns the modules of the step into one ExecuTorch program: trace, lower to XNNPACK, plan the memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

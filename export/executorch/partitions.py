@@ -3,8 +3,6 @@
 The partitions, and so the delegates, are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce

@@ -4,8 +4,6 @@ Rows are quantized separately (one scale per token), so no row can see another t
 quantized weight-only: such a graph is refused or, worse, lowers without an error and computes something else.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

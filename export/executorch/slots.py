@@ -5,8 +5,6 @@ slot, the largest of all; smaller ranks are padded with zeros, which change noth
 operands of products, ``down [1, inputs, rank]`` and ``up [1, rank, outputs]``, named after their states.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

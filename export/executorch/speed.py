@@ -5,8 +5,6 @@ Most of them trace the graph anew, at about a millisecond for each operator, whe
 take a time that grows with the square of a graph's length.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -12,8 +12,6 @@ the logits of both agree in every bit. Products add their terms one after the ot
 nothing there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ order is not compared, since lowering moves products that do not depend on each 
 ExecuTorch's program.fbs and XNNPACK's schema.fbs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The ExecuTorch target on the export side, and the options that only its exports have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,7 +50,7 @@ class ExecutorchTarget(ExportTarget):
     extra = "executorch"
     options = (ExecutorchOptions, CoreMLOptions)
 
-    def exporter(self, options: ExportOptions) -> Exporter:
+    def exporter(self, options: "ExportOptions") -> "Exporter":
         if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:
             from ssdevice.export.executorch.coreml_exporter import CoreMLDelegateExporter
 
@@ -61,7 +59,7 @@ class ExecutorchTarget(ExportTarget):
 
         return ExecutorchExporter()
 
-    def check(self, options: ExportOptions) -> None:
+    def check(self, options: "ExportOptions") -> None:
         super().check(options)
         coreml = options.chosen(CoreMLOptions)
         if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:
@@ -77,10 +75,10 @@ class ExecutorchTarget(ExportTarget):
         delegates = [one.delegate for one in chosen if isinstance(one, ExecutorchOptions)]
         return "-".join([self.name, *(one for one in delegates if one is not Delegate.XNNPACK)])
 
-    def describe(self, options: ExportOptions) -> dict[str, Any]:
+    def describe(self, options: "ExportOptions") -> dict[str, Any]:
         return {"delegate": options.chosen(ExecutorchOptions).delegate.value}
 
-    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+    def logits_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine | None":
         from ssdevice.runtime.executorch.engine import ExecutorchEngine
 
         engine = ExecutorchEngine.of(bundle, app, options)
@@ -89,7 +87,7 @@ class ExecutorchTarget(ExportTarget):
         engine.close()  # exported without --logits
         return None
 
-    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+    def as_stored(self, bundle: "Bundle", app: str | None, model: "StreamModel") -> AsStored:
         from ssdevice.bundle.manifest import Precision
         from ssdevice.export.mlprogram.stored import stored_weights
         from ssdevice.runtime.executorch.coreml_delegate import open_delegates

@@ -1,7 +1,5 @@
 """Prepares an exported torch graph for coremltools: folds constants and replaces operators that it does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import torch

@@ -5,8 +5,6 @@ Root-mean-square norms are computed on rows that are scaled by their largest val
 Attention sums over past and new values at once, so that a drafted row equals the row of plain decoding to the last bit.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

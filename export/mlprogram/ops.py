@@ -1,7 +1,5 @@
 """The write into the cache state as one torch operator, its conversion to Core ML, and fixes of coremltools' passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,11 +1,9 @@
 """Options of exports for Core ML, as a target or as ExecuTorch's delegate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ssdevice.errors import ConfigError
 from ssdevice.export.target import TargetOptions
@@ -37,7 +35,7 @@ class Deployment(StrEnum):
     IOS26 = "iOS26"
 
     @classmethod
-    def _missing_(cls, value: object) -> Deployment:
+    def _missing_(cls, value: object) -> Self:
         """The target that ``--deployment-target`` names; raises ConfigError for a system without states."""
         for target in cls:
             if str(value).strip().lower() in (target.lower(), MACOS[target].lower()):
@@ -72,7 +70,7 @@ class CoreMLOptions(TargetOptions):
     compute_units: ComputeUnits = ComputeUnits.CPU_AND_GPU
     deployment_target: Deployment = Deployment.IOS18
 
-    def check(self, options: ExportOptions) -> None:
+    def check(self, options: "ExportOptions") -> None:
         """Raise ConfigError if they do not fit the other options of an export."""
         from ssdevice.bundle.manifest import Precision  # not needed for --help
 

@@ -4,8 +4,6 @@ coremltools compresses and joins functions that are saved packages: it reads eve
 Here the program in memory is compressed (``weights``) and joined, with the same passes and the same result.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Gives the torch reference the weights of a Core ML package, so that compression makes no difference."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping

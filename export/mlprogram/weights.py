@@ -5,8 +5,6 @@ requested is noted, never skipped silently. Functions are compressed one by one 
 become equal bytes, which are stored once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An ONNX graph while it is written and rewritten, and what is known of its values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The ONNX target: three graphs with the cache passed in as rows, one file of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -108,7 +106,7 @@ Files = tuple[dict[str, str], dict[str, App]]
 """The files of a bundle by role, and the entries of separate apps."""
 
 
-def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
+def _export_merged(job: ExportJob, writer: "GraphWriter", folder: Path) -> Files:
     """A graph of every function."""
     specs = job.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
     files = {WEIGHTS: WEIGHTS_FILE}
@@ -119,7 +117,7 @@ def _export_merged(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
     return files, {}
 
 
-def _export_slots(job: ExportJob, writer: GraphWriter, folder: Path) -> Files:
+def _export_slots(job: ExportJob, writer: "GraphWriter", folder: Path) -> Files:
     """The graphs of every variant the apps need, their slots' layout, and each app's adapter."""
     plan = job.plan
     files = {WEIGHTS: WEIGHTS_FILE, LAYOUT_ROLE: LAYOUT_FILE}

@@ -1,7 +1,5 @@
 """Files of an ONNX bundle: graphs without weights, and one file of weights that all of them point into."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

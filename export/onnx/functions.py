@@ -1,7 +1,5 @@
 """Operators of our own as ONNX functions of standard ones, for runtimes that do not have their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

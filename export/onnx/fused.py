@@ -1,7 +1,5 @@
 """Our operators (``functions``) in place of nodes that form their pattern, and regions of neighbouring operators."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 

@@ -12,11 +12,10 @@ rows           what only the cache's new rows need
 =============  =================================================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import onnx
 import onnxruntime as ort
@@ -120,7 +119,7 @@ class LogitsEngine(OnnxEngine):
     """
 
     @classmethod
-    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> LogitsEngine:
+    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> Self:
         """The engine of an app; it shares no graph."""
         files, geometry = app_graphs(bundle, app)
         adapter = app_adapter(bundle, app, SharedBase.of(bundle, options))

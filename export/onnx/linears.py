@@ -4,8 +4,6 @@
 names, so that three graphs agree on what is the same weight and quantization sees each weight whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

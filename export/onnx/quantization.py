@@ -6,14 +6,12 @@ of 32 along the inputs for linears; embedding and head stay int8, where four bit
 time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -45,7 +43,7 @@ class Int8Weight:
     scale: Array
 
     @classmethod
-    def of(cls, weight: Array) -> Int8Weight:
+    def of(cls, weight: Array) -> Self:
         """Nearest int8 form of ``weight [K, N]``; a column of zeros gets scale 1."""
         return cls(*int8_factors(weight))
 
@@ -66,7 +64,7 @@ class Int4Weight:
     inputs: int
 
     @classmethod
-    def of(cls, weight: Array) -> Int4Weight:
+    def of(cls, weight: Array) -> Self:
         """Nearest blockwise int4 form of ``weight [K, N]``; a K that is no multiple of 32 is padded with zeros.
 
         The value of largest magnitude in a block maps to -8, so that all sixteen codes are used. Scales are bfloat16

@@ -1,7 +1,5 @@
 """An ONNX bundle's graphs with every product as an output: what the parity gate follows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

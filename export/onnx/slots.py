@@ -11,8 +11,6 @@ is exact in any order, and ``up`` takes its one row transposed, as a column: Fus
 for one row and uses the one for several. Its inner size is the rank, which fits one block up to 128.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ONNX target on the export side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,19 +20,19 @@ class OnnxTarget(ExportTarget):
     name = "onnx"
     extra = "export"
 
-    def exporter(self, options: ExportOptions) -> Exporter:
+    def exporter(self, options: "ExportOptions") -> "Exporter":
         from ssdevice.export.onnx.exporter import OnnxExporter
 
         return OnnxExporter()
 
-    def logits_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine | None:
+    def logits_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine | None":
         try:
             from ssdevice.export.onnx.graphs import LogitsEngine
         except ModuleNotFoundError:
             return None  # without onnx margins are not measured, and a difference is a fault
         return LogitsEngine.of(bundle, app, options)
 
-    def as_stored(self, bundle: Bundle, app: str | None, model: StreamModel) -> AsStored:
+    def as_stored(self, bundle: "Bundle", app: str | None, model: "StreamModel") -> AsStored:
         from ssdevice.bundle.manifest import AdapterKind, Precision
 
         precision = bundle.manifest.precision
@@ -50,7 +48,7 @@ class OnnxTarget(ExportTarget):
         within = simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT, cache_dtype=cache_dtype)
         return within, precision
 
-    def parts(self, engine: Engine) -> Mapping[str, str]:
+    def parts(self, engine: "Engine") -> Mapping[str, str]:
         from ssdevice.runtime.onnx.engine import OnnxEngine
 
         try:

@@ -5,8 +5,6 @@ The module runs once on tensors without data, and every operator it calls become
 are not copied. One size may be dynamic.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from itertools import chain

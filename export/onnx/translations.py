@@ -5,8 +5,6 @@ operator's own arguments: tensors as graph values, everything else as Python val
 value. Operators on constants only never get here: they are computed while tracing (``tracing``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """How far the numbers of an artifact are from those of the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

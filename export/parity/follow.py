@@ -1,7 +1,5 @@
 """The reference follows every function of an artifact through its products; see ``products``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import count
 

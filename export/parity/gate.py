@@ -12,8 +12,6 @@ Two checks must pass (docs/parity.md):
     shows when its numbers change by a rounding (``Spread``).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

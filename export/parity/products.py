@@ -15,8 +15,6 @@ So errors do not accumulate, and the bounds are those of one operation at any de
 tokens, counts and drafts chosen from them must be equal, and rows to commit must agree like the rows of 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The torch reference of the parity gate, and the interface that exported artifacts share with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

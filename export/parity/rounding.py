@@ -1,7 +1,5 @@
 """What rounding changes in the reference's own results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

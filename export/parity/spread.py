@@ -7,8 +7,6 @@ is wrong. Where a few rows are far more sensitive than all others, two draws of 
 four themselves (SmolLM2, float32), so what looks wrong is compared with more of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +77,7 @@ class Spread:
         mine, twin, _ = np.sqrt(self.sums / np.maximum(self.sums[2], 1e-12))
         return mine, twin
 
-    def widen(self, other: Spread) -> None:
+    def widen(self, other: "Spread") -> None:
         """Take the differences of another draw's twin where they are larger, and its changes of logits."""
         if self.sums.shape == other.sums.shape:  # not so if the artifact's rows cannot be read
             self.sums[1] = np.maximum(self.sums[1], np.square(other.relative()[1]) * self.sums[2])

@@ -5,8 +5,6 @@ program that was traced and rewritten, right before its lowering. Between produc
 makes of a model: norms, rotary embedding, masks, attention, the cache and the verification.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace

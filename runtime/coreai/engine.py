@@ -1,7 +1,5 @@
 """Core AI bundles: an asset in Apple's runtime, whose functions share weights and write the KV cache as state."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Coroutine, Mapping
@@ -123,12 +121,12 @@ class CoreAIEngine(Engine):
         self.asset = OpenAsset(asset)
 
     @classmethod
-    def of(cls, bundle: Bundle, app: str | None) -> Self:
+    def of(cls, bundle: "Bundle", app: str | None) -> Self:
         """The engine of an app. Raises BundleError for another cache form, or an asset that does not open."""
         check_cache(bundle, CacheForm.INTERNAL, CACHE_DTYPE)
         return cls(bundle.file(MODEL), bundle.geometry, bundle.function_names(app))
 
-    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreAICache:
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "CoreAICache":
         return CoreAICache(self, inputs)
 
     def warm(self) -> None:

@@ -1,7 +1,5 @@
 """The Core AI target on the runtime side."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ssdevice.runtime.target import RuntimeTarget
@@ -17,7 +15,7 @@ class CoreAITarget(RuntimeTarget):
     name = "coreai"
     extra = "coreai"
 
-    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
+    def open_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine":
         from ssdevice.runtime.coreai.engine import CoreAIEngine
 
         return CoreAIEngine.of(bundle, app)

@@ -3,8 +3,6 @@
 Both keep the cache in the package's state, so a call moves only integers.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping
@@ -81,7 +79,7 @@ class CoreMLEngine(Engine):
         specs = contract.functions(geometry, CacheForm.INTERNAL, "")
         self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
 
-    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> CoreMLCache:
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "CoreMLCache":
         return CoreMLCache(self, inputs)
 
     def release(self) -> None:
@@ -120,7 +118,7 @@ class CoreMLCache(Cache):
         return rows_of_state(self.state[KEYS], self.state[VALUES], start, end).astype(np.float32)
 
 
-def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
+def open_engine(bundle: "Bundle", app: str | None, options: EngineOptions) -> CoreMLEngine:
     """The engine of a Core ML bundle. Raises BundleError for another cache form or another package."""
     check_cache(bundle, CacheForm.INTERNAL)
     names = bundle.function_names(app)

@@ -1,7 +1,5 @@
 """The Core ML target on the runtime side."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +19,12 @@ class CoreMLTarget(RuntimeTarget):
     name = "coreml"
     extra = "coreml"
 
-    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
+    def open_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine":
         from ssdevice.runtime.coreml.engine import open_engine
 
         return open_engine(bundle, app, options)
 
-    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
+    def app_file(self, bundle: "Bundle", name: str, folder: Path) -> AppFile:
         from ssdevice.bundle.manifest import AdapterKind
 
         # The bundle does not contain the apps' adapters, so the user must name their folders again.
@@ -39,7 +37,7 @@ class CoreMLTarget(RuntimeTarget):
             f"--out {bundle.folder} --overwrite"
         )
 
-    def describe(self, bundle: Bundle) -> dict[str, Any]:
+    def describe(self, bundle: "Bundle") -> dict[str, Any]:
         from ssdevice.mil.audit import audit
         from ssdevice.mil.reader import Package
         from ssdevice.runtime.coreml.engine import MODEL

@@ -3,8 +3,6 @@
 Its own verifier checks that every offset of the flatbuffer stays in the file, not what the numbers mean.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from collections.abc import Iterator, Sequence

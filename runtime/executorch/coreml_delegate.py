@@ -5,8 +5,6 @@ ExecuTorch's Core ML backend stores one package, with a function per method, in 
 folder. A method calls its function and then writes new rows into the cache; anything else is refused.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -15,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,7 +90,7 @@ class InterpretedMethod:
         self._called, self._interpreter, self._states, self._metadata = method, interpreter, states, metadata
 
     @property
-    def _method(self) -> InterpretedMethod:
+    def _method(self) -> Self:
         return self
 
     def method_meta(self) -> Any:

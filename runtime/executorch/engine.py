@@ -1,7 +1,5 @@
 """ExecuTorch bundles: one program that owns a KV cache, which its functions share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -51,7 +49,7 @@ class ExecutorchEngine(Engine):
         self._outputs: dict[str, list[str]] = {}
 
     @classmethod
-    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> Self:
+    def of(cls, bundle: "Bundle", app: str | None, options: EngineOptions) -> Self:
         """The engine of an app. Raises BundleError for another cache form or a program that does not load."""
         file, found = bundle.file(PROGRAM), bundle.app(app)
         check_cache(bundle, CacheForm.INTERNAL, CACHE_DTYPE)
@@ -72,7 +70,7 @@ class ExecutorchEngine(Engine):
             self._outputs[function] = [*names, contract.LOGITS] if more == 1 and function in (STEP, PLAIN) else names
         return self._outputs[function]
 
-    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> ExecutorchCache:
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "ExecutorchCache":
         return ExecutorchCache(self, inputs, beside.memory if isinstance(beside, ExecutorchCache) else object())
 
     def warm(self) -> None:

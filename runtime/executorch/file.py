@@ -4,14 +4,12 @@ ExecuTorch ships accessors for this schema, but importing them loads torch, and 
 for the graphs of XNNPACK (its schema.fbs) in delegates.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from ssdevice.errors import BundleError, reading
 
@@ -34,7 +32,7 @@ Data = bytes | mmap.mmap
 Found = TypeVar("Found")
 
 
-def read_program(file: Path, read: Callable[[Data, Table], Found]) -> Found:
+def read_program(file: Path, read: "Callable[[Data, Table], Found]") -> Found:
     """The result of ``read`` on a program's bytes and root table. Raises BundleError for a damaged file."""
     try:
         with reading(file, BundleError), file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=READ) as data:
@@ -48,7 +46,7 @@ def read_program(file: Path, read: Callable[[Data, Table], Found]) -> Found:
         raise BundleError(f"{file}: not a whole ExecuTorch program ({error})") from error
 
 
-def segment(data: Data, entry: Table) -> tuple[int, int]:
+def segment(data: Data, entry: "Table") -> tuple[int, int]:
     """A segment's offset in the file and its size."""
     if data[8:12] != EXTENDED:
         raise ValueError("segments without the extended header")
@@ -67,7 +65,7 @@ class Table:
     at: int
 
     @classmethod
-    def root(cls, data: Data, at: int) -> Table:
+    def root(cls, data: Data, at: int) -> Self:
         return cls(data, _linked(data, at))
 
     def _field(self, number: int) -> int | None:
@@ -126,13 +124,13 @@ class Table:
     def text(self, number: int) -> str:
         return self.octets(number).decode("utf-8")
 
-    def table(self, number: int) -> Table:
+    def table(self, number: int) -> "Table":
         at = self._field(number)
         if at is None:
             raise ValueError(f"field {number} of a table is missing")
         return Table.root(self.data, at)
 
-    def tables(self, number: int) -> Iterator[Table]:
+    def tables(self, number: int) -> "Iterator[Table]":
         start, count = self.vector(number, 4)
         return (Table.root(self.data, at) for at in range(start, start + 4 * count, 4))
 

@@ -5,8 +5,6 @@ the previous one, restores its own, and puts its app's adapter into the slots; w
 is copied. ExecuTorch's Python binding takes torch tensors, so torch is loaded here; a phone's runtime needs neither.
 """
 
-from __future__ import annotations
-
 import importlib
 import threading
 import weakref
@@ -90,7 +88,7 @@ class LoadedProgram:
     file that is not a program, lacks a function, or needs something that this runtime does not have.
     """
 
-    _shared: ClassVar[weakref.WeakValueDictionary[Hashable, LoadedProgram]] = weakref.WeakValueDictionary()
+    _shared: ClassVar["weakref.WeakValueDictionary[Hashable, LoadedProgram]"] = weakref.WeakValueDictionary()
     _table: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
@@ -114,7 +112,9 @@ class LoadedProgram:
             )
 
     @classmethod
-    def of(cls, bundle: Bundle, file: Path, specs: Mapping[str, FunctionSpec], options: EngineOptions) -> LoadedProgram:
+    def of(
+        cls, bundle: "Bundle", file: Path, specs: Mapping[str, FunctionSpec], options: EngineOptions
+    ) -> "LoadedProgram":
         """The LoadedProgram that all engines of this program share, loaded by the first of them."""
         key = (file.resolve(), next(e.sha256 for p, e in bundle.manifest.files.items() if bundle.folder / p == file))
         with cls._table:
@@ -197,7 +197,7 @@ class LoadedProgram:
         """A torch tensor that shares an array's memory."""
         return self._torch.from_numpy(array)
 
-    def seat(self, cache: ExecutorchCache, function: str) -> None:
+    def seat(self, cache: "ExecutorchCache", function: str) -> None:
         """Give ``cache`` the turn: put its rows and its adapter into the program."""
         if self._installed is not cache.adapter:
             self._install(cache.adapter)

@@ -1,7 +1,5 @@
 """``.onnx_adapter`` files: an app's tensors by graph input, in ONNX Runtime's own format."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

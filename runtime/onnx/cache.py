@@ -1,7 +1,5 @@
 """The KV cache outside the graph: the host passes committed rows and gets new ones back."""
 
-from __future__ import annotations
-
 import mmap
 from contextlib import suppress
 from math import prod

@@ -4,8 +4,6 @@ A call runs a binding and copies the accepted rows. Each function has a binding 
 first use with an app's adapter; its memory never moves.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -135,7 +133,7 @@ class OnnxEngine(Engine):
         """The model that ONNX Runtime loads for a function: a path, or its bytes."""
         return str(self.files[function])
 
-    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> OnnxCache:
+    def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "OnnxCache":
         shape, dtype = RowCache.shape(self.geometry), np.dtype(self.cache_dtype)
         rows = beside.memory if isinstance(beside, OnnxCache) else None
         if rows is None or (rows.array.shape, rows.array.dtype) != (shape, dtype):
@@ -225,7 +223,7 @@ class _Call:
         return binding
 
 
-def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geometry]:
+def app_graphs(bundle: "Bundle", app: str | None) -> tuple[dict[str, Path], Geometry]:
     """The graphs of an app by function, and its geometry, which without streams is that of plain decoding."""
     own = bundle.function_names(app)
     files = {function: bundle.file(own[function]) for function in FUNCTIONS + CHOOSING if function in own}
@@ -235,7 +233,7 @@ def app_graphs(bundle: Bundle, app: str | None) -> tuple[dict[str, Path], Geomet
     return files, geometry
 
 
-def app_adapter(bundle: Bundle, app: str | None, shared: SharedBase) -> AdapterTensors | None:
+def app_adapter(bundle: "Bundle", app: str | None, shared: SharedBase) -> AdapterTensors | None:
     """The tensors for the slots of an app's graphs; None for an app without files. Raises BundleError."""
     found = bundle.app(app)
     if not found.files:
@@ -246,7 +244,7 @@ def app_adapter(bundle: Bundle, app: str | None, shared: SharedBase) -> AdapterT
     return shared.adapter(bundle.folder / found.files[0], entry.sha256, bundle.manifest.model.sha256)
 
 
-def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> OnnxEngine:
+def open_engine(bundle: "Bundle", app: str | None, options: EngineOptions) -> OnnxEngine:
     """The engine of an ONNX bundle. Raises BundleError for another cache form or a graph that does not load."""
     manifest = bundle.manifest
     check_cache(bundle, CacheForm.EXTERNAL)

@@ -1,7 +1,5 @@
 """Graphs of ONNX Runtime that several engines of a process share, their checks, their profiles, and their memory."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re
@@ -39,7 +37,7 @@ class SharedBase:
     only by their folder: ``add-app`` replaces a folder by a new one.
     """
 
-    _all: ClassVar[WeakValueDictionary[Hashable, SharedBase]] = WeakValueDictionary()
+    _all: ClassVar["WeakValueDictionary[Hashable, SharedBase]"] = WeakValueDictionary()
     _lock: ClassVar[Lock] = Lock()
 
     def __init__(self) -> None:
@@ -47,7 +45,7 @@ class SharedBase:
         self._adapters: WeakValueDictionary[str, AdapterTensors] = WeakValueDictionary()
 
     @classmethod
-    def of(cls, bundle: Bundle, options: EngineOptions) -> SharedBase:
+    def of(cls, bundle: "Bundle", options: EngineOptions) -> "SharedBase":
         """The SharedBase of this bundle with these options."""
         files = bundle.manifest.files
         adapters = {path for app in bundle.manifest.apps for path in app.files}

@@ -4,8 +4,6 @@ A choice is a pure function of the text before it, the row's logits, and the see
 token after next is known already, never which token is chosen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_uint64, c_void_p

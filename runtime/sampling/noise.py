@@ -14,8 +14,6 @@ w, v make the uniform number ``(w * 2^20 + (v >> 12) + 1/2) / 2^52``, exact in f
 A score plus its noise is a float64, too.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

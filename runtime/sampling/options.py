@@ -1,12 +1,10 @@
 """What a user may ask of the choice of tokens, and the processors of logits that it takes."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -85,7 +83,7 @@ class Sampling(Ruled):
             )
 
     @classmethod
-    def sampled(cls, model: ModelSampling | None, **asked: Any) -> Sampling:
+    def sampled(cls, model: ModelSampling | None, **asked: Any) -> Self:
         """Sampling as asked for; what is not, as the model recommends; else with the defaults, at temperature 1."""
         return cls(**{"temperature": 1.0, **(model.named() if model is not None else {}), **asked})
 

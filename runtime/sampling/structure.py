@@ -3,8 +3,6 @@
 The state advances only by accepted tokens, so nothing has to be taken back where drafts are rejected.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -12,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -71,7 +69,7 @@ class Structure:
         return {JSON_SCHEMA: "JSON schema", REGEX: "regular expression", LARK: "Lark grammar"}[self.kind]
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Structure:
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
         """JSON that fits a schema, on one line with ``", "`` and ``": "`` between its parts.
 
         Properties are in the schema's order. The key ``"x-guidance"`` may hold other options of llguidance, such as
@@ -88,17 +86,17 @@ class Structure:
         return cls(JSON_SCHEMA, json.dumps(value, ensure_ascii=False))
 
     @classmethod
-    def json_object(cls) -> Structure:
+    def json_object(cls) -> Self:
         """Any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
-    def regex(cls, pattern: str) -> Structure:
+    def regex(cls, pattern: str) -> Self:
         """Text that a regular expression matches as a whole (no look-around)."""
         return cls(REGEX, pattern)
 
     @classmethod
-    def lark(cls, grammar: str) -> Structure:
+    def lark(cls, grammar: str) -> Self:
         """Text that a grammar describes in llguidance's dialect of Lark, from its rule ``start``."""
         return cls(LARK, grammar)
 

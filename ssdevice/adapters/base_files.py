@@ -1,7 +1,5 @@
 """The files of a Hugging Face folder that hold the base's weights: those that transformers reads, and no others."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -1,10 +1,8 @@
 """The settings in an adapter folder: its base, its app, and how its streams are built."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ssdevice.adapters.base_files import weights_sha256
 from ssdevice.adapters.slots import Variant
@@ -30,7 +28,7 @@ class BaseIdentity:
     sha256: str
 
     @classmethod
-    def of(cls, folder: Path, config: Any) -> BaseIdentity:
+    def of(cls, folder: Path, config: Any) -> Self:
         """The identity of a Hugging Face folder with this config."""
         return cls(
             model_type=config.model_type,
@@ -40,7 +38,7 @@ class BaseIdentity:
             sha256=weights_sha256(folder),
         )
 
-    def check(self, other: BaseIdentity | ModelIdentity, what: str) -> None:
+    def check(self, other: "BaseIdentity | ModelIdentity", what: str) -> None:
         """Raise InputError, which names the first difference, if ``other`` is not this base."""
         for name in ("model_type", "hidden_size", "layers", "vocab", "sha256"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -122,7 +120,7 @@ class AdapterFolder(Adapter):
     folder: Path
 
     @classmethod
-    def open(cls, folder: Path, base: BaseIdentity | None = None) -> AdapterFolder:
+    def open(cls, folder: Path, base: BaseIdentity | None = None) -> Self:
         """Check which files a folder has: without one of them it would be used without its LoRA or its streams, in
         silence. Raises InputError, also if the adapter is not for ``base``."""
         if not folder.is_dir():

@@ -7,12 +7,11 @@ block-diagonal ``up`` was slower from rank 32 on). A **variant** is a set of gra
 read the same weights of the base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 from ssdevice.config import Mode, StreamConfig, StreamMLP, load_strict, read_json
 from ssdevice.contract import ONE_ROW, PREFILL, TensorSpec
@@ -117,7 +116,7 @@ class Variant:
     identifiers: str = ""
 
     @classmethod
-    def of(cls, streams: StreamConfig | None, has_lora: bool) -> Variant:
+    def of(cls, streams: StreamConfig | None, has_lora: bool) -> Self:
         """The variant that an app needs, without graphs."""
         if streams is None:
             return cls(has_lora)

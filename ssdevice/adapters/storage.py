@@ -5,8 +5,6 @@ A bundle stores an app's floats as float32, float16, or int8 with a scale per co
 programs take the same tensors however they were stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

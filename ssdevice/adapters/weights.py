@@ -1,13 +1,11 @@
 """The weights in an adapter folder: which LoRA options are accepted, and the tensors that a bundle's slots take."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -84,7 +82,7 @@ class AdapterWeights(AdapterFolder):
     factors: dict[tuple[SlotKind, str], Factors] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> AdapterWeights:
+    def read(cls, folder: Path) -> Self:
         """The weights in a folder. Raises InputError if it is not an adapter or does not fit into slots."""
         opened = AdapterFolder.open(folder)
         opened.check_apart()

@@ -1,7 +1,5 @@
 """Compares a bundle's answers with the torch model it was made from. Needs the export extra."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ change of any logit on rows of the same text that chose the same token, and if t
 precision. Anything else is a fault.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

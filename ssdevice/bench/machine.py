@@ -1,7 +1,5 @@
 """The load of the machine during a measurement: numbers from a loaded machine do not count."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterable, Sequence

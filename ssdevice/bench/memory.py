@@ -1,7 +1,5 @@
 """Memory of one decoding mode, measured in a process of its own: modes in one process would share it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

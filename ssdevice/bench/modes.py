@@ -5,8 +5,6 @@ everywhere else, until every node was the end of an accepted run. An untrained o
 its own drafts for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

@@ -12,8 +12,6 @@ metric                    what counts                                           
 Targets of an example are its references, or its completion if it has none. All values are in 0..1.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """A measurement as JSON, as Markdown, and as one HTML page without scripts, fonts or pictures from elsewhere."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

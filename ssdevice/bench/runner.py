@@ -1,7 +1,5 @@
 """Measures a session: the same prompts in every decoding mode, interleaved, over several rounds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +122,7 @@ class Measured:
         """The answers of the first round, by prompt."""
         return self.rounds[0]
 
-    def differing(self, reference: Measured) -> list[int]:
+    def differing(self, reference: "Measured") -> list[int]:
         """Prompts (from 0) whose tokens in any round differ from the first round of ``reference``."""
         return [
             at
@@ -132,7 +130,7 @@ class Measured:
             if any(answers[at].tokens != expected.tokens for answers in self.rounds)
         ]
 
-    def over(self, other: Measured) -> Interval | None:
+    def over(self, other: "Measured") -> Interval | None:
         """Time of ``other`` over time of this by emitted token, prompt by prompt, since answers may differ; None if no
         prompt took a step in both."""
         pairs = [

@@ -5,8 +5,6 @@ A difference is a near-tie if the two rows there differ, by at most twice the la
 the differences, and if that change is below the ceiling of the precision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Intervals are percentiles over examples drawn with replacement, both values of a
 the same interval.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

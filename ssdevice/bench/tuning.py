@@ -1,11 +1,10 @@
 """The fastest draft tree and schedule for a device: the acceptance of every tree is computed from one decoding, and the
 cost of every size that may be chosen is measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from ssdevice.bench.machine import cpu_name, instructions
 from ssdevice.bench.modes import answer, forcer, lead, plain_of
@@ -63,7 +62,7 @@ class CostTable(Ruled):
             raise ConfigError("steps: a size appears twice in one schedule")
 
     @classmethod
-    def read(cls, file: Path) -> CostTable:
+    def read(cls, file: Path) -> Self:
         """The table in a file. Raises ConfigError, which names the file and the field."""
         return load_strict(cls, read_json(file), str(file))
 

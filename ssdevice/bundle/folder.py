@@ -4,13 +4,12 @@ A bundle is a manifest and the files it lists. The reader assumes that someone h
 guard against changes while the bundle is in use, so keep it where only its user can write.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from ssdevice import arguments
 from ssdevice.bundle import integrity
@@ -32,7 +31,7 @@ class Bundle:
     manifest: Manifest
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None) -> Bundle:
+    def open(cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None) -> Self:
         """The bundle in a folder, after checking its manifest, names, sizes and hashes.
 
         ``verify=False`` skips only the hashes, for a restart on files that were checked before: hashing took 20 ms per
@@ -124,7 +123,7 @@ class BundleWriter:
         """The temporary folder; every file in it belongs to the bundle."""
         self._roles: dict[str, str] = {}
 
-    def __enter__(self) -> BundleWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

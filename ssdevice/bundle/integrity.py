@@ -4,8 +4,6 @@ Nothing here knows the fields of a manifest; everything here assumes that someon
 The signature is ed25519 over the bytes of the manifest, which has the hash of every other file, in base64 in
 ``manifest.json.sig``. ``openssl pkeyutl -verify -rawin`` checks the same bytes."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

@@ -4,8 +4,6 @@
 in the terms of JSON Schema, which the checks here and the published schema share.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field

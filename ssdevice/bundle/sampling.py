@@ -1,7 +1,5 @@
 """What a model's ``generation_config.json`` asks of the choice of tokens, as far as hosts can apply it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

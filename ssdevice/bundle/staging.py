@@ -4,8 +4,6 @@ A writer works beside the destination, in ``.NAME.ssdevice.tmp``, under a lock t
 once at the end. What a killed writer left is removed by the next writer of the same destination.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

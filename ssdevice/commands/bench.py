@@ -1,7 +1,5 @@
 """``ssdevice bench``: measure a bundle on this machine."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """``ssdevice bundle``: change a bundle: sign it, add and remove apps."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from pathlib import Path

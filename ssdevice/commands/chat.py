@@ -1,7 +1,5 @@
 """``ssdevice chat``: a conversation with a bundle in the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """``ssdevice demo``: export, decode, compare, on the checkpoint that ships with the source or on SmolLM2."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

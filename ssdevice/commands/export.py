@@ -1,7 +1,5 @@
 """``ssdevice export``: turn a model and its adapters into a bundle."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import fields

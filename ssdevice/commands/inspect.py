@@ -1,7 +1,5 @@
 """``ssdevice inspect``: what is in a bundle, and how large it is."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``ssdevice kernels``: compile the kernels that make steps over few rows cheap, for this machine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """Arguments that several commands share, and the bundle or session that they open."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

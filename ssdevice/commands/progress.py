@@ -1,11 +1,9 @@
 """Progress on stderr: a live line on a terminal, a line every few seconds in a file, silence with --quiet."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -29,7 +27,7 @@ class Progress:
         self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._status: Status | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if not self.quiet:
             if sys.stderr.isatty():
                 from rich.console import Console

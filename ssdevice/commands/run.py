@@ -1,7 +1,5 @@
 """``ssdevice run``: decode prompts with a bundle."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Arguments of how tokens are chosen, for the commands that answer prompts."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

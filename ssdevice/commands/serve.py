@@ -1,7 +1,5 @@
 """``ssdevice serve``: OpenAI's endpoints over a bundle, for one user and the programs of this machine."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import sys

@@ -1,7 +1,5 @@
 """What commands print: one JSON object, or the same as tables."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

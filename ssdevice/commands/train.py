@@ -1,7 +1,5 @@
 """``ssdevice train``: train an app's adapter from prompt/completion pairs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

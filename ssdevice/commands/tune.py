@@ -1,7 +1,5 @@
 """``ssdevice tune``: find the draft tree and schedule for a device, by its measured costs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

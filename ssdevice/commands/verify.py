@@ -1,7 +1,5 @@
 """``ssdevice verify``: whether a bundle is intact and computes what it promises."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace

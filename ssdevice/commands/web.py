@@ -1,7 +1,5 @@
 """``ssdevice web``: the page that runs a bundle in a browser, served on this machine or written for a static host."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -125,7 +123,7 @@ def write(files: Site, out: Path) -> None:
         stage.publish(replace=out.exists())
 
 
-def page(files: Site, headers: Mapping[str, str]) -> Guard:
+def page(files: Site, headers: Mapping[str, str]) -> "Guard":
     """The application (ASGI) that answers with these files and ``headers``, and only to pages of this machine."""
     from starlette.applications import Starlette
     from starlette.requests import Request

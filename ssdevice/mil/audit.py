@@ -4,8 +4,6 @@ Warnings are about devices this machine does not have, and each names its source
 system than yours, so a warning says what to measure there; it is not a verdict.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

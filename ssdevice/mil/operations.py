@@ -5,8 +5,6 @@ Floating-point operands are float32 whatever the program declares, and float64 f
 the result to the declared type.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Sequence

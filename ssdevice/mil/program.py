@@ -20,8 +20,6 @@ values and stores the results by name. No kernel writes into its operands, so va
 for a value; writing it gives the name another value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,9 +1,8 @@
 """A saved ``.mlpackage``: its manifest, program and weights, all checked before anything is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Self
 
 from ssdevice.bundle.integrity import MAX_MANIFEST_BYTES, parse_strict, read_bounded
 from ssdevice.contract import FunctionSpec, TensorSpec
@@ -31,7 +30,7 @@ class Package:
         self._blobs: dict[str, BlobFile] = {}
 
     @classmethod
-    def open(cls, path: Path | str) -> Package:
+    def open(cls, path: Path | str) -> Self:
         """Read and check the package at ``path``.
 
         Raises BundleError if a file is missing, a path leaves the package, the program is malformed, or a weight

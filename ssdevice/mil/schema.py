@@ -1,7 +1,5 @@
 """The contents of a model file as dataclasses: functions, operations, types, constants (Model.proto, MIL.proto)."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping

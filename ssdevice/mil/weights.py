@@ -6,8 +6,6 @@ The program names an entry by the offset of its metadata. Elements of fewer than
 Source: mlmodel/src/MILBlob/Blob/StorageFormat.hpp and BlobDataType.hpp of coremltools 9.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The streams in an app's adapter folder: ``streams.safetensors`` and ``streams.json``, beside PEFT's files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ so the cache is read in place. Keys and values are lists of ``[batch, kv_heads, 
 in another way: see ``ssdevice.model.operators``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +53,7 @@ class Rows:
         self.past, self.positions, self.attention = past, positions, attention
         self.new: dict[int, KeyValue] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Runs, list[Tensor]]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> "tuple[Runs, list[Tensor]]":
         """Called by a layer's attention with its new rows; ``_attend_rows`` receives the result."""
         self.new[layer] = (keys, values)
         runs = [*self.past[layer], (keys, values)]

@@ -1,7 +1,5 @@
 """A Hugging Face decoder split into embedding, layers and head. The layers themselves run unchanged."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The layout of each Hugging Face family: one default and a small table of exceptions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

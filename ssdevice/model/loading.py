@@ -1,7 +1,5 @@
 """Loads a Hugging Face base, an app's adapter and its streams from their folders."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Mapping

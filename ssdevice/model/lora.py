@@ -1,7 +1,5 @@
 """LoRA of PEFT, merged into the base's linears or kept beside them so that several apps can share the base."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

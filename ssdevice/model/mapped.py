@@ -1,7 +1,5 @@
 """Weights in mapped files: memory that the system can take back at any time, because it can read them again."""
 
-from __future__ import annotations
-
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ A form (``ssdevice.export.forms``) is built from a model under its target's oper
 modules and the model itself stay unchanged: ``under`` returns a second set of module objects over the same weights.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable
@@ -63,7 +61,7 @@ class Operators:
     mask_value: float = MASKED
 
 
-def under(model: StreamModel, operators: Operators) -> StreamModel:
+def under(model: "StreamModel", operators: Operators) -> "StreamModel":
     """The same model under other operators: new modules that share the tensors of ``model``."""
     tensors = (*model.parameters(), *model.buffers())
     shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
@@ -77,7 +75,7 @@ def under(model: StreamModel, operators: Operators) -> StreamModel:
     return made
 
 
-def _replace_norms(model: StreamModel, norm: Callable[[nn.Module], nn.Module | None]) -> None:
+def _replace_norms(model: "StreamModel", norm: Callable[[nn.Module], nn.Module | None]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             replacement = norm(child)
@@ -122,7 +120,7 @@ def norm_kind(module: nn.Module) -> NormKind | None:
     return None
 
 
-def _hook_rotary(backbone: Backbone, rotary: Rotary) -> None:
+def _hook_rotary(backbone: "Backbone", rotary: Rotary) -> None:
     """Make every attention module call ``rotary`` where its class calls the family's function, a global of its Python
     module. The modules of this backbone get a ``forward`` with the same code over separate globals, so nothing that
     others see is replaced."""

@@ -1,8 +1,6 @@
 """The roles of weights, taken from the model object, so that no pass has to parse names. Only weights that are stored
 otherwise than the linears of the layers have one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum, auto
 

@@ -4,8 +4,6 @@ T tree nodes, A = depth + 1, γ streams with k candidates each, D hidden, P rows
 int32, and every size but P is a Python constant, so the graphs are static.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,7 +65,7 @@ class StreamModel(nn.Module):
         self.draft_head: nn.Linear | None = None
         self.take_draft_rows()
 
-    def plain(self) -> StreamModel:
+    def plain(self) -> "StreamModel":
         """The same model without drafts; own layers still write their rows."""
         return StreamModel(self.backbone, self.streams if self.own is not None else None, 0)
 

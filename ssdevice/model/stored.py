@@ -1,7 +1,5 @@
 """What the files of a Hugging Face base hold, as their headers and JSON say: no weight is read for it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

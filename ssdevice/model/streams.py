@@ -1,8 +1,6 @@
 """Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows (*Speculative Streaming:
 Efficient and Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ together. Some classes (``LlamaTokenizer`` of transformers 5) split texts in the
 they are asked for the names of special tokens only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -148,7 +146,7 @@ def _check_options(folder: Path, opened: Any) -> None:
         )
 
 
-def _hidden_as_special(backend: Tokenizer) -> Tokenizer:
+def _hidden_as_special(backend: "Tokenizer") -> "Tokenizer":
     """A tokenizer whose flags say which tokens are no text: the library keeps it in mind when a file takes it back."""
     for i, token in backend.get_added_tokens_decoder().items():
         if not token.special and backend.decode([i]) != backend.decode([i], skip_special_tokens=False):

@@ -1,7 +1,5 @@
 """Which rows see which: boolean tables, and the additive masks made from them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

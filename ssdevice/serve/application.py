@@ -1,7 +1,5 @@
 """OpenAI's endpoints over one session."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Decodes requests one after another in the session's thread, while others wait in a queue of bounded length."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator

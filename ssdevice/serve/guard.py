@@ -1,7 +1,5 @@
 """What stands before an application: names, keys, sizes and times of requests, and what they are refused with."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging
@@ -50,7 +48,7 @@ class Refusal(SSDeviceError):
         super().__init__(self.message)
 
     @classmethod
-    def of(cls, error: BaseException) -> Refusal:
+    def of(cls, error: BaseException) -> "Refusal":
         """The refusal for an error of any kind; one that nobody foresaw is logged."""
         if isinstance(error, Refusal):
             return error

@@ -1,7 +1,5 @@
 """What the server counts, in Prometheus' text format."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """What requests may call this machine, which is checked by every server here, and the socket that they come to."""
 
-from __future__ import annotations
-
 import errno
 import re
 import socket

@@ -1,7 +1,5 @@
 """Answers as OpenAI's objects, whole and in pieces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Requests in OpenAI's form, checked: what a session is asked for."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence

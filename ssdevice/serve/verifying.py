@@ -1,7 +1,5 @@
 """The server's side of ``ssdevice.runtime.split``: a conversation for each device, continued where its drafts agree."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from ssdevice.contract import STEP

@@ -5,8 +5,6 @@ Face templates may use. Requests and answers are lines of JSON. The system limit
 template gets around it.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys

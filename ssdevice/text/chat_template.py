@@ -1,7 +1,5 @@
 """The chat format of a model: its template, special tokens and stop tokens, and the text of a conversation."""
 
-from __future__ import annotations
-
 import functools
 import json
 import weakref
@@ -62,7 +60,7 @@ class ChatFormat:
         return self.frames is not None and None not in (self.frames.user, self.frames.assistant)
 
     @property
-    def writer(self) -> Frames | ChatTemplate:
+    def writer(self) -> "Frames | ChatTemplate":
         """What makes the text of a conversation. Raises ConfigError for a template that is not valid."""
         return self.frames if self.frames is not None and self.whole else ChatTemplate(self)
 
@@ -73,7 +71,7 @@ class ChatFormat:
             return None
         return NO_PROMPTS if self.frames is None else NO_CONVERSATIONS
 
-    def framed(self) -> ChatFormat:
+    def framed(self) -> "ChatFormat":
         """The same format in frames, and without the template if it is no more than these."""
         if self.template is None:
             return self

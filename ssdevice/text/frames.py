@@ -1,7 +1,5 @@
 """Prompt frames: the texts that a chat template puts around messages. Every host joins them; none has to run jinja2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum

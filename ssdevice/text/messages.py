@@ -1,12 +1,10 @@
 """Messages of a conversation in OpenAI's form, checked, and what a chat template is given besides."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from ssdevice import arguments, strict_json
 from ssdevice.errors import ContextOverflowError, InputError
@@ -43,7 +41,7 @@ class Chat:
     tools: tuple[Mapping[str, Any], ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
 
-    def given(self, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> Chat:
+    def given(self, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> Self:
         """With these tools and template arguments; no tools and None change nothing. Raises InputError for what JSON
         cannot hold."""
         schemas = [dict(tool) for tool in arguments.objects("tools", tools)]
@@ -56,20 +54,20 @@ class Chat:
             template=self.template if template is None else _json("template", dict(template)),
         )
 
-    def instructed(self, system: str | None) -> Chat:
+    def instructed(self, system: str | None) -> Self:
         """With another system message; None changes nothing."""
         if system is None:
             return self
         rest = self.messages[self.messages[:1] != () and self.messages[0]["role"] == SYSTEM :]
         return replace(self, messages=({"role": SYSTEM, "content": arguments.text("system", system)}, *rest))
 
-    def asked(self, prompt: str) -> Chat:
+    def asked(self, prompt: str) -> Self:
         """With the user's next message. Raises InputError for one without words."""
         if not arguments.text("prompt", prompt).strip():
             raise InputError("the prompt is empty")
         return self.then(USER, prompt)
 
-    def then(self, role: str, content: str) -> Chat:
+    def then(self, role: str, content: str) -> Self:
         return replace(self, messages=(*self.messages, {"role": role, "content": content}))
 
     @property
@@ -77,7 +75,7 @@ class Chat:
         """Where the user's messages are."""
         return [at for at, message in enumerate(self.messages) if message["role"] == USER]
 
-    def without(self, turns: int) -> Chat:
+    def without(self, turns: int) -> Self:
         """Without the oldest turns, each a user's message and all up to the next one; the system message stays."""
         starts = self.turns
         return replace(self, messages=(*self.messages[: starts[0]], *self.messages[starts[turns] :]))

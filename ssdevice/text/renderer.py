@@ -1,7 +1,5 @@
 """Renders chat templates in a process of its own that is killed when a template takes too long or too much."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -23,7 +21,7 @@ MEMORY = 1 << 29
 WAIT = inf if hasattr(signal, "setitimer") else 20.0
 """Seconds until the process is killed where processor time has no limit; elsewhere a busy machine may take longer."""
 PROGRAM = Path(__file__).with_name("chat_environment.py")
-_all: WeakSet[Renderer] = WeakSet()
+_all: "WeakSet[Renderer]" = WeakSet()
 
 
 class Renderer:

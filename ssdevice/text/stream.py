@@ -1,7 +1,5 @@
 """An answer as text while its tokens arrive: pieces that never change again, cut at stop tokens and stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import compress

@@ -1,12 +1,10 @@
 """Text to tokens and back: prompts through the chat template, and an answer as text that never changes again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -45,7 +43,7 @@ def user_content(instruction: str | None, prompt: str) -> str:
     return f"{instruction}\n{prompt}" if instruction else prompt
 
 
-def check_instruction(tokenizer: ChatTokenizer, app: str, instruction: str, context: int) -> None:
+def check_instruction(tokenizer: "ChatTokenizer", app: str, instruction: str, context: int) -> None:
     """Raise InputError for an app whose shortest prompt leaves no room for an answer in the context."""
     ids = tokenizer.prompt_ids(PROBE, instruction=instruction)
     if len(ids) >= context:
@@ -84,7 +82,7 @@ class ChatTokenizer:
         special: dict[str, str],
         stops: Sequence[int],
         variables: dict[str, Any] | None = None,
-    ) -> ChatTokenizer:
+    ) -> Self:
         """The tokenizer of a model in ``folder`` with its chat template (None: prompts are used as they are). The
         special token that the template puts after an answer ends answers, as ``stops`` do."""
         tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
@@ -100,7 +98,7 @@ class ChatTokenizer:
         return cls(tokenizer, chat, plain=template is None)
 
     @classmethod
-    def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> ChatTokenizer:
+    def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> Self:
         """The tokenizer of a bundle: the content of ``tokenizer.json`` and the stored chat format."""
         return cls(load_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
 

@@ -1,7 +1,5 @@
 """A tokenizer is a program, too, and comes with a bundle: what it may take and write, and its library's failures."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

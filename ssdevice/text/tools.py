@@ -1,7 +1,5 @@
 """Calls of functions that a model writes: the schema of a Python function, and calls in an answer's text."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -10,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ssdevice import arguments
 from ssdevice.errors import InputError
@@ -49,7 +47,7 @@ class ToolStyle(Enum):
         return [marks.opening for marks in self.value]
 
     @classmethod
-    def of(cls, template: str | None) -> ToolStyle | None:
+    def of(cls, template: str | None) -> "ToolStyle | None":
         """The style of a chat template; None where it writes no calls, or in a way that is not read here."""
 
         def has(*texts: str) -> bool:
@@ -62,7 +60,7 @@ class ToolStyle(Enum):
         return cls.LLAMA3 if has(PYTHON_TAG, "ipython") else None
 
     @classmethod
-    def forced(cls, template: str | None) -> ToolStyle:
+    def forced(cls, template: str | None) -> Self:
         """The style of a call that must be written: the template's own, otherwise plain JSON."""
         style = cls.of(template)
         return cls.LLAMA3 if style in (None, cls.GEMMA) else style

@@ -1,7 +1,5 @@
 """Tokenized examples and batches of similar length, in an order that depends only on a seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,7 +22,7 @@ class Batch(NamedTuple):
     prompts: Tensor
     lengths: Tensor
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device) for tensor in self))
 
 

@@ -1,8 +1,6 @@
 """Checkpoints of a training run, written whole or not at all, so that a killed run can continue. A checkpoint begins
 with the sha256 of the rest: no run continues from weights that a disk has changed."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

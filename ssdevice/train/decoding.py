@@ -4,8 +4,6 @@ A slot whose answer has ended takes the next prompt. Prompts come in order of le
 padded on the right, and rows beyond a slot's length are masked.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set

@@ -1,7 +1,5 @@
 """Tokens per step of a trained adapter on dev rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,14 +1,12 @@
 """What every stage of a run is given, its device and precision, and its share when several processes train together."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ class Place:
     state: Any
 
     @classmethod
-    def find(cls, precision: str) -> Place:
+    def find(cls, precision: str) -> Self:
         """The accelerator of this process or the CPU; ``accelerate launch`` or ``torchrun`` start several processes."""
         from accelerate import PartialState
         from accelerate.utils import parse_flag_from_env

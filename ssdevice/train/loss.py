@@ -5,8 +5,6 @@ completion tokens (*Speculative Streaming: Efficient and Scalable Speculative De
 appendix I), so that the memory for them does not grow with γ times the sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The steps of a training run: gradients over a batch, AdamW with a linear schedule, a checkpoint now and then."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The options of a training run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Without data the model also writes the prompts: given its chat template up to th
 continues with a typical one. Its greedy answers are what its streams learn to predict.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

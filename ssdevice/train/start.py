@@ -5,8 +5,6 @@ Stream j of node t stands for the main row of position t + j, which the layers b
 reduced-rank least squares (Izenman, 1975) of M_{t+j} - f(M_t) over the training rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The training run: from a base and a fresh adapter to an adapter folder, resumable at any moment."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 from collections import Counter

@@ -5,8 +5,6 @@ computes the same up to rounding (``ssdevice.export.onnx.functions``). ONNX Runt
 registered and the function where not, so every bundle runs without the kernels.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
