@@ -40,9 +40,16 @@ PLAIN = "plain"
 
 
 class Sizes(Shape):
-    """The products of a call; ``verified``: rows of a step that were accepted, which some compute again."""
+    """The products of a call; ``verified``: rows of a step that were accepted, which some compute again; ``drafted``:
+    by level, rows that are drafted after, from the last accepted one on (None: a chain of γ)."""
 
     verified = 2
+    drafted: Sequence[int] | None = None
+
+    @property
+    def levels(self) -> Sequence[int]:
+        """``drafted``, or that of a chain."""
+        return [1] * self.gamma if self.drafted is None else self.drafted
 
     def layer(self, rows: int) -> list[Size]:  # type: ignore[override]
         """A layer of the base."""
@@ -53,47 +60,51 @@ class Sizes(Shape):
         """A gated one."""
         return [(rows, width, 2 * inner), (rows, inner, width)]
 
-    def heads(self, rows: int = 1) -> list[Size]:
-        """Heads of γ guesses, which wait for each other or have weights of their own; ``rows``: of each."""
-        return [(rows, self.width, self.vocab)] * (self.gamma // rows)
+    def heads(self) -> list[Size]:
+        """Heads of all guesses, which wait for each other or have weights of their own by level."""
+        return [(rows, self.width, self.vocab) for rows in self.levels]
 
 
 def bpd(s: Sizes) -> Draft:
     inner = s.gamma * s.inner
-    return [(1, s.width, inner), (1, inner, s.gamma * s.width)], s.heads(s.gamma)
+    return [(1, s.width, inner), (1, inner, s.gamma * s.width)], [(len(s.levels), s.width, s.vocab)]
 
 
 def medusa(s: Sizes) -> Draft:
-    return [(1, s.width, s.width)] * s.gamma, s.heads()
+    return [(1, s.width, s.width)] * len(s.levels), [(1, s.width, s.vocab)] * len(s.levels)
 
 
 def hydra(s: Sizes) -> Draft:
-    return [(1, (j + 1) * s.width, 2 * s.width) for j in range(1, s.gamma + 1)], s.heads()
+    return [(rows, (j + 1) * s.width, 2 * s.width) for j, rows in enumerate(s.levels, 1)], s.heads()
 
 
 def hydra_plus_plus(s: Sizes) -> Draft:
-    deeper = [(1, s.width, s.width)] * (3 * s.gamma)
+    deeper = [(rows, s.width, s.width) for rows in s.levels for _ in range(3)]
     return [*s.layer(s.verified), *hydra(s)[0], *deeper], s.heads()
 
 
 def eagle(s: Sizes) -> Draft:
-    first, later = ([(rows, 2 * s.width, s.width), *s.layer(rows)] for rows in (s.verified, 1))
-    return [*first, *later * (s.gamma - 1)], s.heads()
+    levels = [s.verified, *s.levels[1:]]
+    return [size for rows in levels for size in ((rows, 2 * s.width, s.width), *s.layer(rows))], s.heads()
 
 
 def mixture(s: Sizes, upper: int) -> Draft:
     """Layer self-attention on all layers of the verified rows; then each draft's attentions and upper layers."""
     own, pair, rows = s.dim * max(1, s.width // (8 * s.dim)), 2 * s.kept, s.verified * s.layers
     depths = [(rows, pair, pair), (rows, pair, pair), (rows, pair, pair), *s.mlp(rows, pair, pair)]
-    tokens = [(1, s.width, s.read + 2 * own), (1, s.read, s.width), *s.mlp(1, s.width, s.width // 8)]
-    across = [(1, s.width, s.read), (1, s.read, s.width), *s.mlp(1, s.width, s.width * 3 // 4)]
-    return [*depths, *[*tokens, *across, *s.layer(1) * upper] * s.gamma], s.heads()
+
+    def level(n: int) -> list[Size]:
+        tokens = [(n, s.width, s.read + 2 * own), (n, s.read, s.width), *s.mlp(n, s.width, s.width // 8)]
+        across = [(n, s.width, s.read), (n, s.read, s.width), *s.mlp(n, s.width, s.width * 3 // 4)]
+        return [*tokens, *across, *s.layer(n) * upper]
+
+    return [*depths, *(size for n in s.levels for size in level(n))], s.heads()
 
 
 DRAFTS = {
     "BPD": bpd, "Medusa-1": medusa, "Hydra": hydra, "Hydra++": hydra_plus_plus, "EAGLE": eagle,
     "MoA TLI 0": lambda s: mixture(s, 0), "MoA TLI 1": lambda s: mixture(s, 1), "MoA TLI 3": lambda s: mixture(s, 3),
-    PLAIN: lambda s: (s.layer(1) * s.layers, s.heads()[:1]),
+    PLAIN: lambda s: (s.layer(1) * s.layers, [(1, s.width, s.vocab)]),
 }  # fmt: skip
 
 

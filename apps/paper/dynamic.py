@@ -107,7 +107,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", default="4,8,16,32")
     args = parser.parse_args(words)
     drafter, samples = opened(args.out, args.dev_limit)
-    ranks, half = rivals.counted(drafter, samples)[0], len(samples) // 2
+    ranks, half = rivals.counted(drafter.base, [drafter], samples)[0][0], len(samples) // 2
     found, gamma = [places(drafter, sample, args.breadth) for sample in samples[half:]], drafter.base.gamma
     rows = []
     for size in map(int, args.sizes.split(",")):

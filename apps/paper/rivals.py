@@ -6,8 +6,9 @@
 BPD, Medusa-1, Hydra, Hydra++, EAGLE (``trained.py``) and Mixture of Attentions (``mixture.py``) read the same main
 rows, which run once a batch; ``streams`` and ``draft layers`` are ``ssdevice train --mode lossless`` on the same
 batches. Every one has the same seed, optimizer, schedule, learning rate and number of steps. Then the base answers the
-prompts of ``--dev`` greedily, and drafts are counted along its answers, as speculative decoding would take them. A run
-that was stopped goes on; what is finished is not run again. On the CPU.
+prompts of ``--dev`` greedily, and drafts are counted along its answers, as speculative decoding would take them; their
+ranks stay in ``--out`` for ``own_trees.py``. A run that was stopped goes on; what is finished is not run again. On the
+CPU.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ from ssdevice.tree import Tree, tokens_per_step
 RIVALS = {**trained.RIVALS, **MIXTURES}
 OURS = {"streams": (), "draft layers": ("--draft-layers", "1")}
 """Options of ``ssdevice train --mode lossless`` for our own."""
-SAVE = 50
+SAVE = 20
 """Steps between checkpoints."""
+RANKS = "ranks.json"
+"""In a method's folder: what ``counted`` found along the dev answers."""
 Found = tuple[list[list[list[int]]], list[float]]
 """For each sample the ranks of its guesses (see AnswerRanks), and the mean loss of each guess in nats."""
 
@@ -97,19 +100,21 @@ def folder(args: argparse.Namespace, name: str) -> Path:
 
 
 @torch.no_grad()
-def counted(drafter: Drafter, samples: Sequence[Sample]) -> Found:
-    """The ranks and losses of a drafter's guesses along the samples' completions."""
-    ranks: list[list[list[int]]] = []
-    total = torch.zeros(2, drafter.base.gamma)
+def counted(base: Base, drafters: Sequence[Drafter], samples: Sequence[Sample]) -> list[Found]:
+    """The ranks and losses of each drafter's guesses along the samples' completions."""
+    ranks: list[list[list[list[int]]]] = [[] for _ in drafters]
+    total = torch.zeros(len(drafters), 2, base.gamma)
     for group in (samples[at : at + 4] for at in range(0, len(samples), 4)):
         batch = collate(group, 0)
         nodes = completion_rows(batch.prompts, batch.lengths)
-        ahead = drafter.base.ahead(batch, nodes)
-        logits = drafter.guesses(batch.tokens, drafter.base.main(batch.tokens), nodes.clamp(min=0)).float()
-        total += torch.stack([losses(logits, ahead).sum((0, 1)), (ahead != IGNORE).sum((0, 1))])
-        rows = zip(ranks_of(ahead, logits).tolist(), group, strict=True)
-        ranks += [row[: len(sample.ids) - sample.prompt] for row, sample in rows]
-    return ranks, (total[0] / total[1].clamp(min=1)).tolist()
+        ahead, main_rows = base.ahead(batch, nodes), base.main(batch.tokens)
+        for own, sums, drafter in zip(ranks, total, drafters, strict=True):
+            logits = drafter.guesses(batch.tokens, main_rows, nodes.clamp(min=0)).float()
+            sums += torch.stack([losses(logits, ahead).sum((0, 1)), (ahead != IGNORE).sum((0, 1))])
+            rows = zip(ranks_of(ahead, logits).tolist(), group, strict=True)
+            own += [row[: len(sample.ids) - sample.prompt] for row, sample in rows]
+    nats = (total[:, 0] / total[:, 1].clamp(min=1)).tolist()
+    return list(zip(ranks, nats, strict=True))
 
 
 @torch.no_grad()
@@ -121,8 +126,8 @@ def counted_ours(adapter: Path, samples: Sequence[Sample], args: argparse.Namesp
     return sum(p.numel() for p in model.streams.parameters()), found
 
 
-def train_ours(name: str, args: argparse.Namespace) -> None:
-    """Train ours with the product's command, unless it is done."""
+def train_ours(name: str, args: argparse.Namespace, more: Sequence[str] = ()) -> None:
+    """Train ours with the product's command and ``more`` options of it, unless it is done."""
     out = folder(args, name)
     if (out / SETTINGS).is_file() and not (out / UNFINISHED).is_dir():
         return
@@ -130,21 +135,23 @@ def train_ours(name: str, args: argparse.Namespace) -> None:
     same |= {key: getattr(args, key) for key in ("limit", "steps", "lr", "seed", "gamma", "precision", "threads")}
     same |= {"draft-vocabulary": args.draft_vocabulary, "model": args.base, "app": "rivals", "out": out}
     options = [part for key, value in same.items() for part in (f"--{key}", str(value))]
-    if cli.main(["train", "--quiet", "--mode", "lossless", "--data", *args.data, *OURS[name], *options]):
+    if cli.main(["train", "--quiet", "--mode", "lossless", "--data", *args.data, *more, *options]):
         raise SystemExit(f"{name}: training failed")
 
 
 def answers(base: Base, args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
-    """The base's greedy answers to the prompts of ``--dev`` that leave half of ``--max-length`` to them."""
+    """The base's greedy answers to the prompts of ``--dev`` that leave half of ``--max-length`` to them, which is the
+    longest unless ``--answer-tokens`` says less."""
     examples = read_examples(args.dev, args.dev_limit, require_completion=False)
     prompts = [sample.ids for sample in dev_prompts(args, examples, tokenizer)]
-    most = [args.max_length - len(ids) for ids in prompts]
+    most = [min(args.answer_tokens or args.max_length, args.max_length - len(ids)) for ids in prompts]
     return answered(base.backbone, tokenizer.stop_ids, prompts, most)
 
 
-def line(name: str, parameters: int, seconds: float, found: Found) -> dict[str, Any]:
-    """What ``results.jsonl`` keeps of a method; β of chains of 1 to γ."""
+def line(args: argparse.Namespace, name: str, parameters: int, seconds: float, found: Found) -> dict[str, Any]:
+    """What ``results.jsonl`` keeps of a method, with β of chains of 1 to γ; its ranks go into its folder."""
     ranks, nats = found
+    (folder(args, name) / RANKS).write_text(json.dumps(ranks))
     beta = [tokens_per_step(ranks, Tree.chain(depth)) for depth in range(1, len(nats) + 1)]
     return {"method": name, "parameters": parameters, "seconds": seconds, "beta": beta, "losses": nats}
 
@@ -160,18 +167,18 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dev = answers(base, args, tokenizer)
     rivals = [name for name in args.methods if name in RIVALS]
     train(base, rivals, samples, tokenizer.stop_ids[0], args)
-    for name in rivals:
-        ended = Run(new(name, base, args.seed), args, args.steps)
-        ended.resume(folder(args, name))
-        seconds = sum(shared + own for _, _, shared, own in ended.history)
-        parameters = sum(p.numel() for p in ended.learned.values())
-        yield line(name, parameters, seconds, counted(ended.loss, dev))
+    ended = {name: Run(new(name, base, args.seed), args, args.steps) for name in rivals}
+    for name, each in ended.items():
+        each.resume(folder(args, name))
+    for (name, each), found in zip(ended.items(), counted(base, [e.loss for e in ended.values()], dev), strict=True):
+        seconds = sum(shared + own for _, _, shared, own in each.history)
+        yield line(args, name, sum(p.numel() for p in each.learned.values()), seconds, found)
     for name in (name for name in args.methods if name in OURS):
         began = process_time()
-        train_ours(name, args)
+        train_ours(name, args, OURS[name])
         seconds = process_time() - began
         parameters, found = counted_ours(folder(args, name), dev, args)
-        yield line(name, parameters, seconds, found)
+        yield line(args, name, parameters, seconds, found)
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -188,31 +195,40 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(report.table(head, *rows)).strip()
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    """The options; raises SystemExit if ``--out`` was made with others."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of what is trained and counted."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--base", "--dev", "--out"):
-        parser.add_argument(name, required=True)
-    parser.add_argument("--data", nargs="+", required=True)
-    parser.add_argument("--instruction", default="")
+        found.add_argument(name, required=True)
+    found.add_argument("--data", nargs="+", required=True)
+    found.add_argument("--instruction", default="")
     numbers = {"limit": 3000, "dev-limit": 100, "steps": 300, "batch-size": 8, "gamma": 4, "seed": 0, "max-length": 512}
-    for name, default in {**numbers, "draft-vocabulary": 0, "threads": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
-    parser.add_argument(
-        "--methods", type=lambda text: text.split(","), default=[*RIVALS, *OURS], help="some, by commas"
-    )
-    args = parser.parse_args(words)
-    unknown = set(args.methods) - {*RIVALS, *OURS}
-    if unknown:
-        raise SystemExit(f"--methods: there are {', '.join((*RIVALS, *OURS))}, not {', '.join(sorted(unknown))}")
+    for name, default in {**numbers, "answer-tokens": 0, "draft-vocabulary": 0, "threads": 1}.items():
+        found.add_argument(f"--{name}", type=int, default=default)
+    found.add_argument("--lr", type=float, default=2e-3)
+    found.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
+    return found
+
+
+def begin(args: argparse.Namespace, *free: str) -> None:
+    """Make ``--out``; raises SystemExit if it was made with other options, but for those that are ``free``."""
     kept = Path(args.out) / "options.json"
-    options = json.dumps({name: value for name, value in vars(args).items() if name not in ("out", "methods")})
+    options = json.dumps({name: value for name, value in vars(args).items() if name not in ("out", *free)})
     if kept.is_file() and kept.read_text() != options:
         raise SystemExit(f"{args.out} was made with other options: {kept}; choose another --out")
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(options)
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The options; raises SystemExit for unknown methods and as ``begin`` does."""
+    options = parser(__doc__)
+    every = [*RIVALS, *OURS]
+    options.add_argument("--methods", type=lambda text: text.split(","), default=every, help="some, by commas")
+    args = options.parse_args(words)
+    if unknown := set(args.methods) - set(every):
+        raise SystemExit(f"--methods: there are {', '.join(every)}, not {', '.join(sorted(unknown))}")
+    begin(args, "methods")
     return args
 
 

@@ -5,14 +5,15 @@
 Prompts are made as long as each context by the texts of other prompts before them. The model answers greedily, and β of
 chain:γ is counted along its answers, with streams that see all positions and with those that see p of them: for each
 layer and each group of heads that share their keys, the positions that the main row's attention weighs most, summed
-over the group. Streams also see themselves and each other, as always. The adapter was trained without this mask.
+over the group. Streams also see themselves and each other, as always. The adapter was trained without this mask;
+``top_trained.py`` trains with it.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -20,71 +21,95 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from apps.paper import answers
 from apps.paper.answers import answered
 from ssdevice.data import read_examples
 from ssdevice.model import loading
-from ssdevice.model.attention import Attending, attend
+from ssdevice.model.attention import Attending, KeyValue, attend
 from ssdevice.model.step import StreamModel
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
-from ssdevice.train import loss
-from ssdevice.train.evaluation import stream_ranks
+from ssdevice.train import evaluation, loss, trainer
+from ssdevice.train.loss import StreamingLoss
 from ssdevice.tree import Tree, tokens_per_step
 
 
-def best_positions(asked: Attending, nodes: range, p: int) -> Tensor:
-    """``[B, kv_heads, nodes, S]`` bool: the p positions that each of these main rows weighs most, by group of heads."""
+def best_positions(asked: Attending, nodes: Tensor, p: int) -> Tensor:
+    """``[B, kv_heads, n, S]`` bool: the p positions that each main row of ``nodes [B, n]`` weighs most, by group of
+    heads."""
     (keys,) = asked.keys
-    batch, _, _, dim = asked.query.shape
-    kv_heads = keys.shape[1]
-    q = (asked.query[:, :, nodes.start : nodes.stop] * asked.scale).reshape(batch, kv_heads, -1, len(nodes), dim)
-    scores = torch.matmul(q, keys.transpose(2, 3)[:, :, None])
-    weights = torch.softmax(scores + asked.mask[:, :, None, nodes.start : nodes.stop], -1).sum(2)
-    best = weights.topk(min(p, weights.shape[-1]), -1).indices
+    batch, heads, _, dim = asked.query.shape
+    kv_heads, width = keys.shape[1], keys.shape[2]
+    q = asked.query.gather(2, nodes[:, None, :, None].expand(-1, heads, -1, dim)) * asked.scale
+    scores = torch.matmul(q.reshape(batch, kv_heads, -1, nodes.shape[1], dim), keys.transpose(2, 3)[:, :, None])
+    mask = asked.mask.expand(batch, -1, -1, -1).gather(2, nodes[:, None, :, None].expand(-1, 1, -1, width))
+    weights = torch.softmax(scores + mask[:, :, None], -1).sum(2)
+    best = weights.topk(min(p, width), -1).indices
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, best, True)
 
 
-@contextmanager
-def limited(model: StreamModel, nodes: range, p: int) -> Iterator[None]:
-    """In this context streams of the main rows ``nodes``, in one sequence, see p positions of the rows before them.
+class LimitedLoss(StreamingLoss):
+    """The product's loss with streams that see ``best`` positions of the main rows before them."""
 
-    For ``StreamingLoss.run_main`` and then ``run_streams``.
-    """
-    backbone, by_node = model.backbone, loss.attend_by_node
-    seen: list[Tensor] = []  # by MSA layer
-    layers = iter(range(backbone.num_layers))
-    streams = iter(range(backbone.num_layers))
+    best = 64
 
-    def main(asked: Attending) -> Tensor:
-        if next(layers) >= model.first_msa:
-            seen.append(best_positions(asked, nodes, p))
-        return attend(asked)
+    def forward(
+        self,
+        tokens: Tensor,
+        prompts: Tensor,
+        lengths: Tensor,
+        counts: Tensor | None = None,
+        known: tuple[Tensor, Tensor | None, list[KeyValue]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See StreamingLoss; main rows that are ``known`` run again, for what they weigh was not kept."""
+        return super().forward(tokens, prompts, lengths, counts)
 
-    def stream(asked: Attending, gamma: int) -> Tensor:
-        found = seen[next(streams)].repeat_interleave(gamma, dim=2)
-        mask = asked.mask.expand(-1, found.shape[1], -1, -1).clone()
-        mask[..., : found.shape[-1]].masked_fill_(~found, backbone.mask_value)
-        return by_node(replace(asked, mask=mask), gamma)
+    def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[KeyValue]]:
+        """See StreamingLoss; keeps what each layer's attention was asked."""
+        self.asked = list[Attending]()
 
-    before = backbone.operators
-    backbone.operators = replace(before, attention=main)
-    try:
+        def kept(asked: Attending) -> Tensor:
+            self.asked.append(asked)
+            return attend(asked)
+
+        backbone, before = self.model.backbone, self.model.backbone.operators
+        backbone.operators = replace(before, attention=kept)
+        try:
+            return super().run_main(tokens)
+        finally:
+            backbone.operators = before
+
+    def run_streams(self, states: Tensor, nodes: Tensor, tokens: Tensor, rows: Sequence[KeyValue]) -> Tensor:
+        """See StreamingLoss."""
+        model, by_node = self.model, loss.attend_by_node
+        with torch.no_grad():
+            every = [best_positions(asked, nodes.clamp(min=0), self.best) for asked in self.asked[model.first_msa :]]
+        layers = iter(every)
+
+        def stream(asked: Attending, gamma: int) -> Tensor:
+            found = next(layers).repeat_interleave(gamma, dim=2)
+            mask = asked.mask.expand(len(found), found.shape[1], -1, -1).clone()
+            mask[..., : found.shape[-1]].masked_fill_(~found, model.backbone.mask_value)
+            return by_node(replace(asked, mask=mask), gamma)
+
         with mock.patch.object(loss, "attend_by_node", stream):
-            yield
-    finally:
-        backbone.operators = before
+            return super().run_streams(states, nodes, tokens, rows)
+
+
+@contextmanager
+def limited(p: int | None) -> Iterator[None]:
+    """In this context streams are trained and counted with p positions of the rows before them (None: all)."""
+    with ExitStack() as changed:
+        for module in (trainer, evaluation, answers) if p is not None else ():
+            arm = type("Arm", (LimitedLoss,), {"best": p})
+            changed.enter_context(mock.patch.object(module, "StreamingLoss", arm))
+        yield
 
 
 def tokens_a_step(model: StreamModel, samples: Sequence[Sample], p: int | None) -> float:
     """β of chain:γ along the samples' completions; ``p``: None for streams that see all positions."""
-    ranks = []
-    for sample in samples:
-        if p is None:
-            ranks += stream_ranks(model, [sample])
-            continue
-        with limited(model, range(sample.prompt - 1, len(sample.ids) - 1), p):
-            ranks += stream_ranks(model, [sample])
-    return tokens_per_step(ranks, Tree.chain(model.gamma))
+    with limited(p):
+        return tokens_per_step(evaluation.stream_ranks(model, samples), Tree.chain(model.gamma))
 
 
 def long_prompts(texts: Sequence[str], tokenizer: ChatTokenizer, context: int, count: int) -> list[list[int]]:

@@ -319,7 +319,7 @@ def test_what_is_counted_along_an_answer_is_what_decoding_takes(name: str) -> No
             emitted += chosen[: right + 1]
             steps += 1
         assert emitted[: len(answer)] == [*answer]
-        ranks, _ = rivals.counted(drafter, [sample])
+        ((ranks, _),) = rivals.counted(drafter.base, [drafter], [sample])
         beta = tokens_per_step(ranks, Tree.chain(depth))
         assert beta == pytest.approx((len(answer) - 1) / steps)
     assert beta > (1.05 if slow else 1.2), "some drafts were right"
