@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from apps.paper import rivals
-from apps.paper.trained import Base, Eagle
+from apps.paper.trained import Base, Drafter, Eagle
 from ssdevice.bench import report
 from ssdevice.commands.opening import prepare_frameworks
 from ssdevice.model import loading
@@ -85,17 +85,24 @@ def dynamic(answers: Sequence[AnswerRanks], size: int, gamma: int) -> float:
     return tokens_per_step(kept, Tree.chain(gamma))
 
 
-def opened(out: Path, prompts: int) -> tuple[Eagle, list[Sample]]:
-    """The EAGLE of a run of ``rivals.py``, and the base's answers to its first dev prompts."""
+def restored(out: Path, name: str) -> tuple[Drafter, Namespace]:
+    """A drafter of a run of ``rivals.py`` and the run's options. Raises SystemExit if it is not trained to the end."""
     args = Namespace(**json.loads((out / "options.json").read_text()), out=out)
-    args.dev_limit = prompts
     prepare_frameworks(args.threads)
     base = Base(loading.build(loading.load_hf(Path(args.base)), None, args.max_length).backbone, args.gamma)
-    run = Run(rivals.new("EAGLE", base, args.seed), args, args.steps)
-    run.resume(rivals.folder(args, "EAGLE"))
+    run = Run(rivals.new(name, base, args.seed), args, args.steps)
+    run.resume(rivals.folder(args, name))
     if run.step != args.steps or args.draft_vocabulary:
-        raise SystemExit(f"{out}: EAGLE is at step {run.step} of {args.steps}; its drafts must be of all tokens")
-    return run.loss, rivals.answers(base, args, open_tokenizer(Path(args.base)))
+        raise SystemExit(f"{out}: {name} is at step {run.step} of {args.steps}; its drafts must be of all tokens")
+    return run.loss, args
+
+
+def opened(out: Path, prompts: int) -> tuple[Eagle, list[Sample]]:
+    """The EAGLE of a run of ``rivals.py``, and the base's answers to its first dev prompts."""
+    drafter, args = restored(out, "EAGLE")
+    assert isinstance(drafter, Eagle)
+    args.dev_limit = prompts
+    return drafter, rivals.answers(drafter.base, args, open_tokenizer(Path(args.base)))
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -74,20 +74,27 @@ def similarities(model: StreamModel, batch: Batch) -> dict[str, Levels]:
     found: dict[str, Levels] = {}
     for m, s in zip(main, streams, strict=True):
         mine = s.reshape(*wanted.shape, -1)[row, place, stream]
-        origin, true = m[row, node], m[row, node + stream + 1]
-        mean = true.mean(0)
+        true = m[row, node + stream + 1]
         measured = {
-            "cosine": cosine_similarity(mine, true, dim=-1),
-            "cosine of the row it started from": cosine_similarity(origin, true, dim=-1),
-            "cosine with another row": cosine_similarity(mine, true.roll(len(true) // 3, 0), dim=-1),
-            "cosine without the mean": cosine_similarity(mine - mine.mean(0), true - mean, dim=-1),
-            "the same of the row it started from": cosine_similarity(origin - origin.mean(0), true - mean, dim=-1),
+            **cosines(mine, m[row, node], true),
             "right tokens": chosen(model, mine) == token,
             "right tokens of the main row": chosen(model, true) == token,
         }
         for name, values in measured.items():
             found.setdefault(name, []).append([values[stream == j].float().mean().item() for j in range(model.gamma)])
     return found
+
+
+def cosines(mine: Tensor, origin: Tensor, true: Tensor) -> dict[str, Tensor]:
+    """Those of guessed states ``[n, D]`` with the true ones, and of the rows that they were made from."""
+    mean = true.mean(0)
+    return {
+        "cosine": cosine_similarity(mine, true, dim=-1),
+        "cosine of the row it started from": cosine_similarity(origin, true, dim=-1),
+        "cosine with another row": cosine_similarity(mine, true.roll(len(true) // 3, 0), dim=-1),
+        "cosine without the mean": cosine_similarity(mine - mine.mean(0), true - mean, dim=-1),
+        "the same of the row it started from": cosine_similarity(origin - origin.mean(0), true - mean, dim=-1),
+    }
 
 
 def chosen(model: StreamModel, states: Tensor) -> Tensor:
@@ -152,7 +159,7 @@ def gradients(model: StreamModel, batch: Batch) -> dict[str, Any]:
         picked = [i for i, name in enumerate(learned) if re.search(pattern, name)]
         return [torch.cat([grads[i].flatten() for i in picked] or [torch.zeros(1)]) for grads in each]
 
-    def cosines(pattern: str) -> list[float]:
+    def agreement(pattern: str) -> list[float]:
         first, *others = flat(pattern)
         return [cosine_similarity(first, other, dim=0).item() for other in others]
 
@@ -161,8 +168,8 @@ def gradients(model: StreamModel, batch: Batch) -> dict[str, Any]:
         "losses": [loss.item() for loss in losses],
         "norms of MLPs": [[g.norm().item() for g in flat(layer + r".*mlp")] for layer in layers],
         "norm of all": [g.norm().item() for g in flat(r"layers\.\d")],
-        "cosines": [cosines(layer) for layer in layers],
-        "cosine of all": cosines(r"layers\.\d"),
+        "cosines": [agreement(layer) for layer in layers],
+        "cosine of all": agreement(r"layers\.\d"),
     }
 
 

@@ -81,16 +81,18 @@ def speeds(
     calls = timed(step_bundles(args, base, trees[STREAMS], trees[STREAMS]), args.length, args.rounds)
     plain, ours = calls[: len(sizes)], calls[len(sizes) :]
     config = json.loads((Path(base) / "config.json").read_text())
-    made: list[Draft] = []
-    composed = [name for name in betas if name != STREAMS]
-    for name in composed:
-        for tree in trees.get(name, trees["EAGLE"]):
+    made: dict[str, list[Draft]] = {}
+    for name in (name for name in betas if name != STREAMS):
+        for at, tree in enumerate(trees.get(name, trees["EAGLE"])):
             shape = Sizes(config, args.length, gamma)
-            shape.drafted = levels(tree) if name != DYNAMIC else [1, *[args.breadth] * (gamma - 1)]
+            wide = name == DYNAMIC and at  # beside its trees EAGLE's chain
+            shape.drafted = [1, *[args.breadth] * (gamma - 1)] if wide else levels(tree)
             draft = DRAFTS["EAGLE"] if name == DYNAMIC else {**DRAFTS, LAYERS: draft_layers}[name]
-            made.append(draft(shape))
-    spent = draft_ms(made, True, args.rounds)
-    ms = {name: spent[at * len(sizes) : (at + 1) * len(sizes)] for at, name in enumerate(composed)}
+            made.setdefault(name, []).append(draft(shape))
+    every = [draft for drafts in made.values() for draft in drafts]
+    apart = [draft for at, draft in enumerate(every) if draft not in every[:at]]
+    spent = draft_ms(apart, True, args.rounds)
+    ms = {name: [spent[apart.index(draft)] for draft in drafts] for name, drafts in made.items()}
     ms |= {STREAMS: [own[1] - base_step[1] for own, base_step in zip(ours, plain, strict=True)]}
     rate = {
         name: [1e3 * beta / (step[1] + own) for beta, step, own in zip(beta_of, plain, ms[name], strict=True)]

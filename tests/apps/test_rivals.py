@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad, silu, smooth_l1_loss
 from transformers import DynamicCache
 
-from apps.paper import dynamic, rivals, trained
+from apps.paper import dynamic, heads, rivals, trained
 from apps.paper.mixture import Attention, Mixture
 from apps.paper.rivals import RIVALS
 from apps.paper.trained import Base, Drafter, Main
@@ -411,3 +411,17 @@ def test_the_command_counts_dynamic_trees_of_a_run(words: list[str], capsys: pyt
     rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines() if line[2].isdigit()]
     by_size = [float(row[1]) for row in rows]
     assert by_size == sorted(by_size) and 1 <= by_size[0] <= by_size[-1] <= 3
+
+
+@torch.no_grad()
+def test_similarities_of_heads_are_those_of_the_rows_they_stand_for() -> None:
+    base = new_base()
+    drafter, sample = rivals.new("Medusa-1", base, 0), answered(base)
+    assert isinstance(drafter, trained.Medusa)
+    found = heads.similarities(drafter, collate([sample], 0))
+    states = library_states(sample.ids)
+    for j in range(GAMMA):
+        nodes = range(sample.prompt - 1, len(sample.ids) - 2 - j)
+        cosines = [torch.cosine_similarity(states[t], states[t + 1 + j], dim=0).item() for t in nodes]
+        assert found["cosine"][j] == pytest.approx(sum(cosines) / len(cosines), abs=1e-4), "a block begins as identity"
+        assert found["right tokens of the main row"][j] == 1, "the base's own answer"
