@@ -24,11 +24,10 @@ from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
 from ssdevice.export.mlprogram.program import ct, quiet, to_model, to_program
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
-from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
+from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
-from ssdevice.export.quiet import without_stack_traces
 from ssdevice.export.state_form import InternalCacheForm, Write, example_inputs
 from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
@@ -53,7 +52,7 @@ def convert(
     coreml_ops.register()
     spec = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[name]
     inputs = example_inputs(spec)
-    with quiet(), torch.no_grad(), without_stack_traces():
+    with quiet(), torch.no_grad():
         module = function_module(name, half_precision(model), geometry, schedule)
         form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
         program = functional(torch.export.export(form, inputs))
@@ -100,6 +99,7 @@ class CoreMLExporter(Exporter):
         total = len({name for names in table.values() for name in names.values()})
         programs, known = dict[str, Any](), Compressed()
         form = chosen.kv_write, chosen.deployment_target
+        precision = plan.options.quant, chosen.per_channel, plan.geometry.vocab
         notes, sizes = list[str](), dict[str, int]()
         self.sketches: dict[str, Sketches] = {}
         for app, one in jobs(job):
@@ -109,7 +109,7 @@ class CoreMLExporter(Exporter):
                 if name not in programs:
                     job.report("write the graphs", len(programs), total + 1, name)
                     made = convert(function, model, plan.geometry, plan.schedule, *form)
-                    notes += [note for note in compress_for(plan, made, known) if note not in notes]
+                    notes += [note for note in compress(made, *precision, known) if note not in notes]
                     programs[name] = made
                     free_memory()
             # Saving needs the memory, and the gate will take the package's values.

@@ -34,7 +34,7 @@ from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.program import MAIN, ct, to_model, to_program
 from ssdevice.export.mlprogram.program import quiet as quiet_conversion
 from ssdevice.export.mlprogram.stored import adopt_weights
-from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress_for, int4_grid
+from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress, int4_grid
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
@@ -67,6 +67,7 @@ def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
     """
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
+    from executorch.exir.dialects.edge._ops import EdgeOpOverload
 
     coreml_ops.register()
     chosen = plan.options.chosen(CoreMLOptions)
@@ -77,33 +78,24 @@ def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
     )
 
     def convert(program: ExportedProgram, *_: Any, **__: Any) -> Any:
-        made, found = _converted(program, plan, known)
+        for node in program.graph_module.graph.nodes:
+            if node.op == "call_function" and isinstance(node.target, EdgeOpOverload):
+                node.target = node.target._op
+        simplify(program, ())
+        nodes = {node.name: node for node in program.graph.nodes}
+        outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
+        # Otherwise floats would be float16 outputs, where ExecuTorch has planned memory for float32.
+        types = [ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs]
+        made = to_program(program, types, chosen.deployment_target)
+        found = compress(made, plan.options.quant, chosen.per_channel, plan.geometry.vocab, known)
         notes.extend(note for note in found if note not in notes)
-        return made
+        return to_model({MAIN: made}, MAIN, chosen.deployment_target)
 
     converted = patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert))
     with quiet_conversion(), quiet("executorch.backends.apple"), converted:
         yield CoreMLPartitioner(
             skip_ops_for_coreml_delegation=[WRITE], compile_specs=compile_specs, take_over_mutable_buffer=False
         )
-
-
-def _converted(program: ExportedProgram, plan: ExportPlan, known: Compressed) -> tuple[Any, tuple[str, ...]]:
-    """A function's delegate as an MLModel with compressed weights, and notes on deviations."""
-    from executorch.exir.dialects.edge._ops import EdgeOpOverload
-
-    for node in program.graph_module.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, EdgeOpOverload):
-            node.target = node.target._op
-    simplify(program, ())
-    deployment = plan.options.chosen(CoreMLOptions).deployment_target
-    nodes = {node.name: node for node in program.graph.nodes}
-    outputs = [nodes[str(name)].meta["val"].dtype for name in program.graph_signature.user_outputs]
-    # Otherwise floats would be float16 outputs, where ExecuTorch has planned memory for float32.
-    types = [ct.TensorType(dtype=np.float32 if dtype.is_floating_point else np.int32) for dtype in outputs]
-    made = to_program(program, types, deployment)
-    notes = compress_for(plan, made, known)
-    return to_model({MAIN: made}, MAIN, deployment), notes
 
 
 class CoreMLDelegateExporter(Exporter):

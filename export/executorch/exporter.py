@@ -18,9 +18,10 @@ from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
 from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace, traced
+from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, trace, traced
 from ssdevice.export.executorch.quantization import GROUP, INT4_GRID, held_values, map_codes, quantized, release
 from ssdevice.export.executorch.slots import check_apps, filled, set_adapter, slot_model, slots_of
+from ssdevice.export.executorch.speed import quick
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.executorch.target import GIVES_LOGITS, ExecutorchOptions
 from ssdevice.export.exporter import Exporter, ExportJob, TargetResult

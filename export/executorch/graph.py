@@ -26,8 +26,6 @@ VIEWS = {
     aten._unsafe_view.default,
 }
 """Operators that keep the row-major order of elements."""
-PROVENANCE = ("from_node", "nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn")
-"""Metadata that no pass of the lowering reads, but that every pass copies and nests more deeply."""
 
 
 class Products(TorchFunctionMode):
@@ -69,9 +67,6 @@ def tidy(program: ExportedProgram) -> ExportedProgram:
     _collapse_views(graph)
     _merge_equal(graph)
     _collapse_views(graph)
-    for node in graph.nodes:
-        for key in PROVENANCE:
-            node.meta.pop(key, None)
     graph.eliminate_dead_code(lambda node: (node.op == "call_function" and _mutates(node)) or node.is_impure())
     program.graph_module.recompile()
     return program
@@ -99,7 +94,7 @@ SHOWN = 6
 
 def worthwhile(nodes: Iterable[fx.Node]) -> bool:
     """Whether a delegate of these nodes saves more than its call costs."""
-    names = _names(nodes)
+    names = [_name(node) for node in nodes if node.op == "call_function" and _name(node) not in FREE]
     return len(names) >= MIN_DELEGATE or any(name in PRODUCTS for name in names)
 
 
@@ -115,10 +110,6 @@ def delegation(name: str, program: ExportedProgram) -> str:
         f"{name}: {found.num_delegated_nodes} operators in {found.num_delegated_subgraphs} delegates, "
         f"{outside.total()} outside (most: {most})"
     )
-
-
-def _names(nodes: Iterable[fx.Node]) -> list[str]:
-    return [_name(node) for node in nodes if node.op == "call_function" and _name(node) not in FREE]
 
 
 def _name(node: fx.Node) -> str:

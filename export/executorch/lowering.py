@@ -1,7 +1,6 @@
 """Turns the modules of the step into one ExecuTorch program: trace, lower to XNNPACK, plan the memory."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,12 @@ from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.executorch.graph import Products, delegation, tidy, worthwhile, write_last
 from ssdevice.export.executorch.slots import untouch
-from ssdevice.export.executorch.speed import emptied_caches, faster
 from ssdevice.export.executorch.state import VisibleForm
 from ssdevice.export.executorch.target import ExecutorchOptions
 from ssdevice.export.plan import ExportPlan
-from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import example_inputs
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.program import SCHEMA, SET_ADAPTER
-
-NOISY = ("executorch", "torch.export", "torchao", "root")
 
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
@@ -38,13 +33,6 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
         raise UnsupportedModelError(
             f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
         ) from error
-
-
-@contextmanager
-def quick() -> Iterator[None]:
-    """In this context programs are traced and lowered without messages, faster, and are not remembered."""
-    with quiet(*NOISY), emptied_caches(), faster():
-        yield
 
 
 def traced(

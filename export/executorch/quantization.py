@@ -67,7 +67,10 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
             release_mapped()
     if isinstance(backbone.embed_tokens, nn.Embedding):
         quantize_(backbone.embed_tokens, rows, filter_fn=lambda part, _: isinstance(part, nn.Embedding))
-    return Quantized(model, _notes(quant, uneven))
+    notes = [INT8_HEAD] if quant is Quant.INT4 else []
+    if uneven:
+        notes.append(f"{len(uneven)} linears are int8: their inputs are not a multiple of {GROUP} (first: {uneven[0]})")
+    return Quantized(model, tuple(notes))
 
 
 def release(model: StreamModel, kept: StreamModel) -> None:
@@ -123,12 +126,3 @@ def four_bits(part: nn.Module) -> None:
     quantize_(part, config)
     scale = cast(Tensor, cast(Any, part.weight).scale)
     scale.copy_(scale.bfloat16())  # as programs store it
-
-
-def _notes(quant: Quant, uneven: list[str]) -> tuple[str, ...]:
-    notes = []
-    if quant is Quant.INT4:
-        notes.append(INT8_HEAD)
-    if uneven:
-        notes.append(f"{len(uneven)} linears are int8: their inputs are not a multiple of {GROUP} (first: {uneven[0]})")
-    return tuple(notes)

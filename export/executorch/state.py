@@ -75,15 +75,6 @@ class ColumnAttention:
         return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2)
 
 
-def attending(model: StreamModel, span: int = 0) -> StreamModel:
-    """The model with ``ColumnAttention`` in its layers.
-
-    ``span``: number of positions that new rows take. With 0, or if a window is shorter, rows are not placed.
-    """
-    placed = span > 0 and all(window is None or window >= span for window in model.backbone.windows())
-    return under(model, Operators(attention=ColumnAttention(placed)))
-
-
 BUCKET = 64
 """The number of rows read is a multiple of this.
 
@@ -103,7 +94,8 @@ class VisibleForm(InternalCacheForm):
     ) -> None:
         module = function_module(name, model, geometry, schedule)
         span = span_of(module)
-        module.model = attending(module.model, span)
+        placed = span > 0 and all(window is None or window >= span for window in model.backbone.windows())
+        module.model = under(module.model, Operators(attention=ColumnAttention(placed)))
         super().__init__(name, module, geometry, stacked=False, logits=logits)
         self._visible: Any = geometry.capacity
         self.span = span

@@ -42,9 +42,10 @@ def check_stored(file: Path, model: StreamModel, products: Mapping[str, Sequence
     }
 
     def compare(data: Data, program: Table) -> None:
-        for method, stored in _methods(data, program):
-            if method in called:
-                _compare(method, called[method], stored)
+        for plan in program.tables(1):
+            if (method := plan.text(0)) in called:
+                graphs = (Graph(entry, data, program) for entry in plan.tables(7))
+                _compare(method, called[method], (weight for graph in graphs for weight in _weights(graph)))
 
     read_program(file, compare)
 
@@ -72,14 +73,8 @@ def _same(stored: Array, linear: nn.Linear) -> bool:
     return bool(np.linalg.norm(stored - own) <= SAME * np.linalg.norm(own))
 
 
-def _methods(data: Data, program: Table) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Every method's weights ``[N, K]``, dequantized."""
-    for plan in program.tables(1):
-        graphs = (Graph(entry, data, program) for entry in plan.tables(7))
-        yield plan.text(0), (weight for graph in graphs for weight in _weights(graph))
-
-
 def _weights(graph: Graph) -> Iterator[Array]:
+    """The weights ``[N, K]`` of a delegate's products, dequantized."""
     for node in graph.root.tables(1):
         if node.byte(0) == FULLY_CONNECTED:
             tensor, quantized = graph.values[node.table(1).integer(1)]

@@ -16,8 +16,7 @@ import numpy as np
 
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid, symmetric
-from ssdevice.export.mlprogram.options import CoreMLOptions
-from ssdevice.export.plan import ExportPlan, Quant
+from ssdevice.export.plan import Quant
 
 PREFIX = "p_module_model_"
 """The prefix that torch.export and coremltools add to a parameter's name."""
@@ -116,14 +115,11 @@ def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
     return Grid(None if per_channel else BLOCK, symmetric, -7, 7)
 
 
-def compress_for(plan: ExportPlan, program: Any, known: Compressed) -> tuple[str, ...]:
-    """Store the weights of a function's program in the plan's precision; returns notes on deviations from it."""
-    per_channel = plan.options.chosen(CoreMLOptions).per_channel
-    return compress(program, plan.options.quant, per_channel, plan.geometry.vocab, known)
-
-
 def compress(program: Any, quant: Quant, per_channel: bool, vocab: int, known: Compressed) -> tuple[str, ...]:
-    """``compress_for`` with these of its plan's values. Raises SSDeviceError if coremltools cannot."""
+    """Store the weights of a function's program in a precision; returns notes on deviations from it.
+
+    ``vocab``: see ``scheme_of``. Raises SSDeviceError if coremltools cannot.
+    """
     from coremltools.converters.mil import Builder as mb
 
     notes = []

@@ -13,7 +13,8 @@ pytest.importorskip("executorch")
 
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CacheForm, Geometry, functions
-from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace, traced
+from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, trace, traced
+from ssdevice.export.executorch.speed import quick
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel

@@ -23,6 +23,7 @@ from ssdevice.errors import ParityError
 from ssdevice.export.executorch import lowering
 from ssdevice.export.executorch.exporter import ExecutorchExporter
 from ssdevice.export.executorch.quantization import held_values, quantized
+from ssdevice.export.executorch.speed import quick
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.follow import Walk
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
@@ -55,7 +56,7 @@ def job_for(model: StreamModel) -> ExportJob:
 
 def traced(job: ExportJob, model: StreamModel, names: tuple[str, ...]) -> dict[str, ExportedProgram]:
     specs = functions(job.plan.geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    with lowering.quick():
+    with quick():
         return {name: lowering.trace(name, specs[name], model, job.plan) for name in names}
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from ssdevice.config import Schedule, StreamConfig
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functions
 from ssdevice.export.executorch.graph import Products, tidy
-from ssdevice.export.executorch.state import attending
+from ssdevice.export.executorch.state import ColumnAttention
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.reference import int32
 from ssdevice.export.state_form import InternalCacheForm, state_shape
 from ssdevice.model.loading import build
+from ssdevice.model.operators import Operators, under
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
 from tests.model.tiny import VOCAB, tiny_model
@@ -118,9 +119,9 @@ def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None
     model, geometry = small(name)
     form, columns = (
         InternalCacheForm(
-            STEP, function_module(STEP, under, geometry, Schedule.DEFERRED), geometry, stacked=False
+            STEP, function_module(STEP, asked, geometry, Schedule.DEFERRED), geometry, stacked=False
         ).eval()
-        for under in (model, attending(model))
+        for asked in (model, under(model, Operators(attention=ColumnAttention(placed=False))))
     )
     given = (int32(5), torch.tensor([[4, 8], [15, 16]], dtype=torch.int32), int32(7))
     with torch.no_grad():

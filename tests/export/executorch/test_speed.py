@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.utils.fuser_utils import validate_partition
 
 pytest.importorskip("executorch")
 
-from ssdevice.export.executorch.partitions import Dependencies
-from ssdevice.export.executorch.speed import faster
+from ssdevice.export.executorch.speed import Dependencies, quick
 
 
 class Sums(nn.Module):
@@ -34,7 +32,7 @@ def found(module: GraphModule, name: str) -> Node:
 
 def test_a_program_is_decomposed_once() -> None:
     table = torch.export.default_decompositions()
-    with faster():
+    with quick():
         program = torch.export.export(Sums().eval(), (torch.ones(4, 6),), strict=False)
         assert program.run_decompositions({}) is program
         once = program.run_decompositions(table)
@@ -45,7 +43,7 @@ def test_results_are_kept_until_an_input_changes() -> None:
     from executorch.exir.pass_base import ExportPass
 
     program = torch.export.export(Sums().eval(), (torch.ones(4, 6),), strict=False).run_decompositions()
-    with faster():
+    with quick():
         first = ExportPass()(program.graph_module).graph_module
         again = ExportPass()(first).graph_module
         assert found(again, "relu").meta["val"] is found(first, "relu").meta["val"]
@@ -65,12 +63,11 @@ def test_partitions_merge_where_a_walk_through_the_graph_says_so() -> None:
             nodes.append(graph.call_function(torch.add, tuple(chance.choices(nodes[-6:], k=2))))
         graph.output(nodes[-1])
         dependencies = Dependencies(GraphModule(nn.Module(), graph))
-        one = Partition(0, [nodes[1]])
-        for number, node in enumerate(chance.sample(nodes[2:], 12), 1):
-            other = Partition(number, [node])
-            merged = dependencies.mergeable(one, other)
-            assert merged == validate_partition([*one.nodes, *other.nodes])
+        one = [nodes[1]]
+        for node in chance.sample(nodes[2:], 12):
+            merged = dependencies.closed([*one, node])
+            assert merged == validate_partition([*one, node])
             if merged:
-                one.nodes.update(other.nodes)
+                one.append(node)
             answers.add(merged)
     assert answers == {True, False}

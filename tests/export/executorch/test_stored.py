@@ -15,8 +15,9 @@ from ssdevice.config import Mode, Schedule
 from ssdevice.contract import PREFILL, CacheForm
 from ssdevice.errors import ParityError
 from ssdevice.export.executorch.exporter import PROGRAM_FILE
-from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, quick, trace
+from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, trace
 from ssdevice.export.executorch.quantization import quantized
+from ssdevice.export.executorch.speed import quick
 from ssdevice.export.executorch.stored import check_stored
 from ssdevice.export.parity.traced import Recorder
 from ssdevice.export.plan import Quant
