@@ -22,6 +22,7 @@ from ssdevice.errors import BundleError
 from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.reader import Package
 from ssdevice.runtime.executorch import file as program
+from ssdevice.runtime.executorch.checks import OPTIONAL_TENSORS, TENSOR
 from ssdevice.runtime.executorch.file import COREML, DELEGATE, KERNEL, Data, Table, is_coreml, read_program
 from ssdevice.runtime.notice import say_once
 
@@ -34,8 +35,6 @@ METADATA = "metadata.json"
 MAX_DIRECTORY_BYTES = 1 << 20
 SCALARS: Mapping[int, type[np.generic]] = {3: np.int32, 4: np.int64, 6: np.float32}
 """ExecuTorch's ScalarType -> NumPy's types, for the types that a step's tensors have."""
-TENSOR, OPTIONAL_TENSORS = 5, 11
-"""Members of the union KernelTypes."""
 Array = NDArray[Any]
 Named = tuple[tuple[str, int], ...]
 """Tensors of a function, each with its value in the method."""

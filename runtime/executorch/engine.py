@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from ssdevice import contract
-from ssdevice.contract import DRAFT, PLAIN, PREFILL, STEP, VERIFY, VERIFY_PLAIN, CacheForm, FunctionSpec, Geometry
+from ssdevice.contract import PREFILL, CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache
 from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain
@@ -44,9 +44,10 @@ class ExecutorchEngine(Engine):
         self.program = program or LoadedProgram(file, geometry, self.specs, options)
         self.adapter = adapter
         self.program.users += 1
-        nodes, most = geometry.tree.size, geometry.tree.emitted
-        self.new_rows = {STEP: most, PREFILL: geometry.chunk, PLAIN: 1, VERIFY: nodes, VERIFY_PLAIN: 1, DRAFT: most}
-        self._outputs: dict[str, list[str]] = {}
+        self.names = {
+            name: [*(tensor.name for tensor in spec.outputs if 0 not in tensor.shape), contract.LOGITS]
+            for name, spec in self.specs.items()
+        }
 
     @classmethod
     def of(cls, bundle: "Bundle", app: str | None, options: EngineOptions) -> Self:
@@ -64,11 +65,7 @@ class ExecutorchEngine(Engine):
 
     def outputs(self, function: str) -> list[str]:
         """Names of a function's outputs: the contract's tensors that have elements, and logits if it returns them."""
-        if function not in self._outputs:
-            names = [tensor.name for tensor in self.specs[function].outputs if 0 not in tensor.shape]
-            more = self.program.method(function).method_meta().num_outputs() - len(names)
-            self._outputs[function] = [*names, contract.LOGITS] if more == 1 and function in (STEP, PLAIN) else names
-        return self._outputs[function]
+        return self.names[function][: self.program.method(function).method_meta().num_outputs()]
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "ExecutorchCache":
         return ExecutorchCache(self, inputs, beside.memory if isinstance(beside, ExecutorchCache) else object())
@@ -104,21 +101,16 @@ class ExecutorchCache(Cache):
         engine, program = self.engine, self.engine.program
         with program.lock:
             program.seat(self, function)
-            self.written = max(self.written, min(length + engine.new_rows[function], engine.geometry.capacity))
+            most = max(engine.geometry.chunk, engine.geometry.tree.size)  # new rows of any function
+            self.written = max(self.written, min(length + most, engine.geometry.capacity))
             clock = perf_counter()
             try:
                 out = program.method(function).call(self._tensors[function], clone_outputs=False)
             except RuntimeError as error:
                 raise BundleError(explain(engine.source, function, error)) from error
-            names = engine.outputs(function)
-            if len(out) != len(names):
-                raise BundleError(
-                    f"{engine.source}: {function} returned {len(out)} tensors, expected {len(names)}; "
-                    "export the bundle again"
-                )
             self.native_seconds += perf_counter() - clock
             # The next call of the program, by any engine, overwrites its outputs.
-            return {name: tensor.numpy().copy() for name, tensor in zip(names, out, strict=True)}
+            return {name: tensor.numpy().copy() for name, tensor in zip(engine.names[function], out, strict=False)}
 
     def rows(self, start: int, end: int) -> Array:
         program, layers, width = self.engine.program, self.engine.geometry.layers, self.engine.geometry.row_width

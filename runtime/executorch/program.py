@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ssdevice.adapters.storage import read_tensors, restored
 from ssdevice.bundle.manifest import SCHEMA_VERSION
-from ssdevice.contract import KEYS, VALUES, FunctionSpec, Geometry, TensorSpec
+from ssdevice.contract import KEYS, PLAIN, STEP, VALUES, FunctionSpec, Geometry, TensorSpec
 from ssdevice.errors import BundleError, InputError, first_line, needs_extra
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.checks import check_program
@@ -158,7 +158,8 @@ class LoadedProgram:
             self._check_shapes(f"{function} takes", given, spec.inputs)
             made = [meta.output_tensor_meta(i) for i in range(meta.num_outputs())]
             outputs = [tensor for tensor in spec.outputs if 0 not in tensor.shape]
-            self._check_shapes(f"{function} returns", made[: len(outputs)], outputs)  # logits may follow
+            logits = function in (STEP, PLAIN) and len(made) == len(outputs) + 1
+            self._check_shapes(f"{function} returns", made[:-1] if logits else made, outputs)
         return method
 
     def _check_shapes(self, what: str, metas: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
