@@ -69,7 +69,9 @@ def objects(name: str, value: Any) -> list[Mapping[str, Any]]:
 
 
 def path(name: str, value: Any) -> Path:
-    """The path that a string or path object names."""
-    if not isinstance(value, (str, os.PathLike)):
-        raise _wrong(name, value, "a path")
-    return Path(value)
+    """The path that a string or path object names; not what no file can be called, such as a text with a NUL."""
+    try:
+        os.access(found := Path(value), os.F_OK)
+    except (TypeError, ValueError) as error:
+        raise _wrong(name, value, "a path") from error
+    return found

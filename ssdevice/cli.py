@@ -72,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_any_text() -> None:
-    """UTF-8 for files and pipes, whatever the locale; escapes for what a terminal cannot show."""
+    """UTF-8 for files and pipes, whatever the locale; escapes for what a terminal cannot show. A stream that the caller
+    closed takes everything: without one, what is said on stderr would be printed on stdout, and the next file that is
+    opened would get what libraries say there."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")

@@ -13,6 +13,7 @@ name ends in ``.gz``, gzip. Empty lines are skipped.
 import gzip
 import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -50,12 +51,7 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
     found = False
     for number, line in _lines(path):
         where = f"{path}, line {number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{where}: not UTF-8 text (byte {error.start} of the line); save the file as UTF-8"
-            ) from error
+        text = strict_json.utf8(line.removeprefix(BOM_UTF8) if number == 1 else line, where)
         if text.strip():
             found = True
             yield _example(strict_json.parse(text, where, InputError), where, require_completion)

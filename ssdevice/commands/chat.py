@@ -5,15 +5,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
+from ssdevice import arguments
 from ssdevice.bundle.staging import write_json
 from ssdevice.commands.opening import add_bundle, check_new_file, open_session, refuse_ignored
 from ssdevice.commands.run import summary
 from ssdevice.commands.sampling import add_answers, sampling_of
 from ssdevice.config import read_json
-from ssdevice.errors import InputError
+from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.progress import count
 from ssdevice.runtime.session import Session
 from ssdevice.strict_json import utf8
@@ -74,7 +74,7 @@ class _Talk:
                     self._command(name, argument.strip())
                 else:
                     self._answer(line.removeprefix("/"))
-            except InputError as error:
+            except (SSDeviceError, OSError) as error:  # a full disk loses no conversation
                 if not self._interactive:
                     raise
                 _say(f"error: {error}")
@@ -122,13 +122,13 @@ class _Talk:
             self._session.use(argument)
             self._messages = system
         elif name == "save":
-            file = Path(os.path.expanduser(argument))
+            file = arguments.path("/save", os.path.expanduser(argument))
             check_new_file(file, "/save")
             if file.exists():
                 raise InputError(f"/save {file}: it exists; choose another name")
             write_json(file, self._messages)
         else:
-            messages = read_json(Path(os.path.expanduser(argument)))
+            messages = read_json(arguments.path("/load", os.path.expanduser(argument)))
             self._messages = [dict(message) for message in checked(messages, WAITING)]
 
 

@@ -106,6 +106,8 @@ def test_a_conversation_is_saved_reset_and_loaded(
         (["/load asked.json"], "messages ends with 'user'; the last one must be of role system or assistant"),
         (["/load wrong.json"], "role 'assistant' cannot be the first"),
         (["/load text.json"], "not JSON"),
+        (["/load a\0b"], "/load is str ('a\\x00b'), expected a path"),
+        (["/save a\0b"], "/save is str ('a\\x00b'), expected a path"),
         (["x" * 200], "context of 96"),
         (["\udcff"], "standard input, line 1: not UTF-8 text (byte 0)"),
     ],
@@ -210,6 +212,8 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundl
         assert b"/help lists the commands" in until(rb"> $")
         os.write(user_end, b"/nonsense\n")
         assert b"error: unknown command /nonsense" in until(rb"> $")
+        os.write(user_end, b"/save " + b"x" * 300 + b"\n")
+        assert b"File name too long" in until(rb"> $")
         os.write(user_end, prompt.encode() + b"\n")
         assert (GREEN in until(rb"; \w+\]\s+(\x1b\S+)?> $")) == colours
         for _ in range(6):  # readline does not see Ctrl-C between its prompt and its wait; a user presses again

@@ -215,6 +215,20 @@ def test_what_could_not_be_written_in_the_end_is_named(data: str, capfd: pytest.
     assert (done.returncode, done.stderr) == (1, "ssdevice: error: standard output: No space left on device\n")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+def test_closed_streams_take_what_they_are_told(data: str) -> None:
+    bundle = str(tiny.tiny_bundle().folder)
+
+    def told(closed: str, *words: str) -> tuple[int, str]:
+        command = ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-m", "ssdevice", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    assert told("2>&-", "run", "nowhere", "--prompt", "x") == (2, "")
+    assert told("2>&-", "bench", bundle, "--data", data, "--rounds", "1", "--max-tokens", "3")[0] == 0  # progress
+    assert told(">&- 2>&-", "inspect", bundle)[0] == 0
+
+
 def test_data_and_model_are_read_before_the_work(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
