@@ -103,10 +103,10 @@ class Datastore:
 
     def __init__(self, answers: Iterable[Sequence[int]]) -> None:
         self._tokens = [token for answer in answers for token in (*answer, -1)]
-        rank = np.array(self._tokens) + 1
+        rank = np.array(self._tokens, int) + 1
         for step in (1, 2, 4, 8):  # order by 2, 4, .. tokens
             behind = np.pad(rank[step:], (0, min(step, len(rank))))[: len(rank)]
-            rank = np.unique(rank * (int(rank.max()) + 1) + behind, return_inverse=True)[1]
+            rank = np.unique(rank * (int(rank.max(initial=0)) + 1) + behind, return_inverse=True)[1]
         self._order = np.argsort(rank, kind="stable").tolist()
 
     def after(self, end: list[int], depth: int, most: int) -> list[list[int]]:

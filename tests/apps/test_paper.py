@@ -94,6 +94,10 @@ def test_a_datastore_finds_what_a_search_through_all_answers_finds() -> None:
             assert sorted(store.after(end, 4, 1000)) == sorted(expected)
 
 
+def test_a_datastore_without_answers_finds_nothing() -> None:
+    assert Datastore([]).after([1, 2], 4, 1000) == []
+
+
 def test_rest_drafts_the_most_frequent_continuations_of_the_longest_end() -> None:
     store = Datastore([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [2, 8], [2, 8], [2, 8], [2, 8]])
     rest = Rest(store, Tree.of([[0], [1], [0, 0], [0, 1], [1, 0]]))
