@@ -52,8 +52,7 @@ class Agreement:
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
         found = []
-        least = LEAST_AGREEMENT.get(self.precision, 0.85)
-        tie = TIES[self.precision]
+        least, tie = LEAST_AGREEMENT.get(self.precision, 0.85), TIES[self.precision]
         # Even in fp32 a near-tie may go either way, so there only the margin decides.
         if self.share < least and self.precision is not Precision.FP32:
             found.append(
@@ -77,7 +76,9 @@ def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path 
     if adapter is not None and own.kind is AdapterKind.BASE:
         raise InputError(f"--adapter {adapter}: app {own.name!r} of {bundle.folder} is the base without one")
     if adapter is not None:
-        AdapterFolder.open(adapter, identity)
+        found = AdapterFolder.open(adapter, identity)
+        if (found.mode, found.msa_layers, found.rank()) != (own.mode, own.msa_layers, own.rank):
+            raise InputError(f"--adapter {adapter}: app {own.name!r} of {bundle.folder} was made from another adapter")
     return folder
 
 
@@ -109,9 +110,8 @@ def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, 
     best, first = logits.max(dim=-1)
     own = logits.gather(1, chosen[:, None])
     margins = best - own[:, 0]
-    second = (logits > own).sum(dim=-1) <= 1
     agree = first == chosen
-    near = ~agree & second & (margins <= tie)
+    near = ~agree & ((logits > own).sum(dim=-1) <= 1) & (margins <= tie)
     return int(agree.sum()), int(near.sum()), float(margins.max())
 
 

@@ -154,6 +154,18 @@ def test_verify_wants_a_model_with_an_adapter_and_an_adapter_with_a_model(
     assert "needs --adapter" in capsys.readouterr().err
 
 
+def test_verify_names_an_adapter_that_is_not_the_apps(
+    bundle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(tiny.adapter_folder(), tmp_path / "other")
+    settings = json.loads((other / "streams.json").read_text())
+    settings["streams"]["msa_layers"] = 2
+    (other / "streams.json").write_text(json.dumps(settings))
+    assert call("verify", bundle, "--model", str(tiny.base_folder()), "--adapter", str(other)) == 2
+    said = capsys.readouterr().err
+    assert f"--adapter {other}: app 'letters'" in said and "was made from another adapter" in said
+
+
 def test_any_text_can_be_written_whatever_the_locale(bundle: str) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     command = [sys.executable, "-m", "ssdevice", "inspect", bundle]
