@@ -13,7 +13,6 @@ name ends in ``.gz``, gzip. Empty lines are skipped.
 import gzip
 import os
 import zlib
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -51,7 +50,7 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
     found = False
     for number, line in _lines(path):
         where = f"{path}, line {number}"
-        text = strict_json.utf8(line.removeprefix(BOM_UTF8) if number == 1 else line, where)
+        text = strict_json.utf8(line, where)
         if text.strip():
             found = True
             yield _example(strict_json.parse(text, where, InputError), where, require_completion)

@@ -11,10 +11,11 @@ from ssdevice.errors import ConfigError, InputError, SSDeviceError
 _STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 
-def utf8(data: bytes, where: str, error: type[SSDeviceError] = InputError) -> str:
-    """UTF-8 text. Raises ``error``, which names ``where`` and the first byte that is not."""
+def utf8(data: bytes, where: str, error: type[SSDeviceError] = InputError, codec: str = "utf-8-sig") -> str:
+    """UTF-8 text, by default without the byte order mark that editors on Windows write. Raises ``error``, which names
+    ``where`` and the first byte that is not."""
     try:
-        return data.decode("utf-8")
+        return data.decode(codec)
     except UnicodeDecodeError as problem:
         raise error(f"{where}: not UTF-8 text (byte {problem.start})") from problem
 
@@ -32,7 +33,7 @@ def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigErro
         return found
 
     try:
-        text = utf8(data, where, error) if isinstance(data, bytes) else data
+        text = utf8(data, where, error, "utf-8") if isinstance(data, bytes) else data
         if depth is not None:  # checked before parsing, because the parser recurses
             level = 0
             for found in _STRINGS_AND_BRACKETS.finditer(text):

@@ -76,6 +76,17 @@ def test_a_prompt_comes_from_standard_input(
     assert json.loads(capsys.readouterr().out)["prompt"] == "hello"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(
+    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfhello\r\n")))
+    assert call("run", bundle, "--prompt", "-", "--json", "--max-tokens", "3") == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "hello"
+    (tmp_path / "schema.json").write_bytes(b'\xef\xbb\xbf{"type": "object"}')
+    assert call("run", bundle, "--prompt", "x", "--json-schema", str(tmp_path / "schema.json")) == 2
+    assert "export it with --choose host" in capsys.readouterr().err  # the file was read
+
+
 def test_standard_input_that_is_no_text_is_refused(
     bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
