@@ -103,13 +103,9 @@ class ExecutorchExporter(Exporter):
         free_memory()
         with held_values(model, folder):
             check_stored(file, model, products)
-        notes = [
-            *rounded.notes,
-            *job.notes,
-            *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
-            *delegated,
-        ]
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
+        logits = (GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()
+        notes = (*rounded.notes, *job.notes, *logits, *delegated)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the program in the runtime with torch models of the same quantized weights, app by app."""

@@ -75,11 +75,13 @@ def lower(
     fills. Returns notes on what each function delegates.
     """
     from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.backend import utils
     from executorch.exir.passes import MemoryPlanningPass
 
     names = [name for name in programs if name != SET_ADAPTER]
     report(len(names), "lower to delegates")
     edge = to_edge(programs, partitioner, constants)
+    utils.is_same_node.cache_clear()  # ExecuTorch remembers all pairs of nodes that it compared, and with them graphs
     for name in names:
         write_last(edge.exported_program(name))
         untouch(edge.exported_program(name), slots)

@@ -78,6 +78,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return file, right, products
 
 
+def test_graphs_that_were_compared_are_not_remembered(program: Program) -> None:
+    from executorch.exir.backend import utils
+
+    assert utils.is_same_node.cache_info().currsize == 0
+
+
 def test_the_weights_of_a_right_program_are_the_models(program: Program) -> None:
     check_stored(*program)
 
