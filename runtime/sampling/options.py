@@ -1,6 +1,5 @@
 """What a user may ask of the choice of tokens, and the processors of logits that it takes."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -70,8 +69,8 @@ class Sampling(Ruled):
         super().__post_init__()
         if 0 < self.temperature < 1e-6:
             raise InputError(f"temperature is {self.temperature!r}, expected 0 (greedy), or 1e-6 to 100")
-        if not all(type(bias) in (int, float) and not math.isnan(bias) for bias in self.logit_bias.values()):
-            raise InputError("logit_bias has a value that is no number")
+        if not all(type(bias) in (int, float) and bias <= 1e30 for bias in self.logit_bias.values()):
+            raise InputError("logit_bias has a value that is no number of at most 1e30")
         if self.structure is not None and not isinstance(self.structure, Structure):
             raise InputError(f"structure is {type(self.structure).__name__}, expected Structure")
         if not all(self.bad_words):

@@ -230,7 +230,7 @@ def test_a_processor_of_ones_own_sees_the_text() -> None:
         ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"top_k": 2.0}, "top_k"), ({"min_p": 2.0}, "min_p"),
         ({"seed": 1 << 64}, "seed"), ({"seed": -1}, "seed"), ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"logprobs": -1}, "logprobs"), ({"bad_words": ((),)}, "bad_words"),
-        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"), ({"logit_bias": {1: float("inf")}}, "at most 1e30"),
     ],
     ids=str,
 )  # fmt: skip
