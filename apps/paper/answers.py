@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.step import StreamModel
 from ssdevice.text.tokenizer import Sample
+from ssdevice.train import evaluation, trainer
 from ssdevice.train.batches import collate
 from ssdevice.train.decoding import Decoding
 from ssdevice.train.loss import LossWeights, StreamingLoss
@@ -24,6 +28,15 @@ def answered(
     """The model's greedy answers; ``most``: tokens of each. ``slots``: see ``Decoding``."""
     found = dict(Decoding(backbone, prompts, set(stop), most, slots=slots))
     return [Sample((*ids, *found[i]), len(ids)) for i, ids in enumerate(prompts)]
+
+
+@contextmanager
+def losing(arm: type[StreamingLoss]) -> Iterator[None]:
+    """In this context the product's own code, and ``mean_losses``, train and count by another loss."""
+    with ExitStack() as changed:
+        for module in (trainer, evaluation, sys.modules[__name__]):
+            changed.enter_context(mock.patch.object(module, "StreamingLoss", arm))
+        yield
 
 
 @torch.no_grad()

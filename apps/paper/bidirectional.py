@@ -11,10 +11,9 @@ here: the row that chooses would see them. Prompt rows have no streams, but for 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from ssdevice.model.step import PrefillModule, Step, StepModule, StreamModel
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.model.visibility import additive, own_streams, stream_positions
 from ssdevice.text.tokenizer import Sample
-from ssdevice.train import evaluation, trainer
 from ssdevice.train.loss import IGNORE, StreamingLoss, completion_rows
 from ssdevice.tree import Tree
 
@@ -164,9 +162,7 @@ def spoken(
 @contextmanager
 def seeing() -> Iterator[None]:
     """In this context main rows train and are counted with their streams in sight."""
-    with ExitStack() as changed:
-        for module in (trainer, evaluation, answers):
-            changed.enter_context(mock.patch.object(module, "StreamingLoss", SeeingLoss))
+    with answers.losing(SeeingLoss):
         yield
 
 

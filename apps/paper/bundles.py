@@ -1,4 +1,4 @@
-"""Bundles of one model without streams that differ only in the tree of a step, so that each method has its own."""
+"""Bundles of one model that differ only in the tree of a step, so that each method has its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ssdevice import cli
 from ssdevice.bundle.folder import Bundle
 from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.stages import export_plan
@@ -34,3 +35,10 @@ def export(model: str, adapter: Path | None, quant: str, context: int, tree: Tre
         plan = make_plan(options, target)
         geometry = replace(plan.geometry, tree=tree, gamma=tree.depth, k=tree.width)
         return export_plan(replace(plan, geometry=geometry), target, lambda *_: None)
+
+
+def export_streams(model: str, adapter: str, quant: str, context: int, tree: str, out: Path, *more: str) -> None:
+    """The bundle of ``ssdevice export`` with the streams of ``adapter``, NAME=DIR; raises SystemExit if it fails."""
+    words = ["--model", model, "--adapter", adapter, "--target", "onnx", "--quant", quant, "--tree", tree]
+    if cli.main(["export", *words, "--context", str(context), "--out", str(out), *more]):
+        raise SystemExit(f"{adapter}: the export failed")

@@ -24,7 +24,6 @@ import numpy as np
 from apps.paper import bundles
 from apps.paper.methods import METHODS, STREAMS, Arm, lines
 from apps.paper.top_attention import long_prompts
-from ssdevice import cli
 from ssdevice.bench import report
 from ssdevice.data import read_examples
 from ssdevice.runtime.engine import EngineOptions
@@ -42,10 +41,8 @@ def export(args: Namespace, context: int) -> None:
     if not (args.out / WITHOUT).is_dir():
         bundles.export(args.model, None, args.quant, context, Tree.parse(args.tree), args.out / WITHOUT)
     if not (args.out / STREAMS).is_dir():
-        words = ["--model", args.model, "--adapter", f"chat={args.adapter}", "--target", "onnx", "--quant", args.quant]
-        words += ["--tree", args.tree, "--context", str(context), "--no-cross-check", "--out", str(args.out / STREAMS)]
-        if cli.main(["export", *words]):
-            raise SystemExit("the export failed")
+        given = args.model, f"chat={args.adapter}", args.quant, context, args.tree, args.out / STREAMS
+        bundles.export_streams(*given, "--no-cross-check")
 
 
 def answer(args: Namespace, contexts: Sequence[int]) -> None:
@@ -115,7 +112,8 @@ def main(words: Sequence[str] | None = None) -> None:
     answer(args, contexts)
     found = list(lines(args.out / "results.jsonl"))
     of_each = ["tokens a call", "calls that step", "a step, ms", "over plain"]
-    head = ["context", "tokens of prompts", "plain, ms", *(f"{name}: {what}" for name in ("lookup", "streams") for what in of_each)]
+    named = [f"{name}: {what}" for name in ("lookup", "streams") for what in of_each]
+    head = ["context", "tokens of prompts", "plain, ms", *named]
     rows = [[str(n), *row([each for each in found if each["context"] == n])] for n in contexts]
     print("\n".join(report.table(head, *rows)).strip())
 

@@ -27,7 +27,6 @@ from apps.paper.composed import DRAFTS, Draft, Sizes, draft_ms
 from apps.paper.methods import lines
 from apps.paper.rows import timed
 from apps.paper.shapes import bushy
-from ssdevice import cli
 from ssdevice.bench import report
 from ssdevice.tree import AnswerRanks, Tree, count_paths, tokens_per_step
 
@@ -66,10 +65,7 @@ def step_bundles(args: Namespace, base: str, trees: Sequence[Tree], own: Sequenc
         found.append(args.bundles / f"streams-{tree.size}-{'chain' if tree.is_chain else 'own'}")
         if not found[-1].is_dir():
             adapter = f"sql={rivals.folder(args, STREAMS)}"
-            words = ["--model", base, "--adapter", adapter, "--target", "onnx", "--quant", "int4", "--tree"]
-            rest = [json.dumps(tree.to_json()), "--context", str(args.context), "--out", str(found[-1])]
-            if cli.main(["export", *words, *rest]):
-                raise SystemExit("our streams: the export failed")
+            bundles.export_streams(base, adapter, "int4", args.context, json.dumps(tree.to_json()), found[-1])
     return found
 
 

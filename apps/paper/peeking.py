@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from ssdevice.model import loading
 from ssdevice.model.attention import KeyValue
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.model.visibility import within
-from ssdevice.train import trainer
 from ssdevice.train.loss import StreamingLoss, completion_rows
 from ssdevice.train.trainer import train
 
@@ -102,9 +100,7 @@ class PeekingLoss(StreamingLoss):
 def peeking(table: Table) -> Iterator[None]:
     """In this context the next token is trained and counted with rows that see what ``table`` says."""
     arm = type("Arm", (PeekingLoss,), {"table": staticmethod(table)})
-    with ExitStack() as changed:
-        for module in (trainer, answers):
-            changed.enter_context(mock.patch.object(module, "StreamingLoss", arm))
+    with answers.losing(arm):
         yield
 
 

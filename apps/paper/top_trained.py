@@ -20,11 +20,10 @@ from apps.paper.answers import mean_losses
 from apps.paper.top_attention import limited
 from ssdevice.bench import report
 from ssdevice.commands.opening import prepare_frameworks
-from ssdevice.data import read_examples
 from ssdevice.model import loading
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.tokenizer import Sample
-from ssdevice.train.evaluation import dev_prompts, stream_ranks
+from ssdevice.train.evaluation import stream_ranks
 from ssdevice.tree import Tree, tokens_per_step
 
 ALL = "all"

@@ -184,7 +184,7 @@ def test_ranks_are_those_of_steps() -> None:
     model = make(CONFIGS[0])
     (sample,) = bidirectional.spoken(model, (), [PROMPT], 9)
     with bidirectional.seeing():
-        (ranks,) = bidirectional.evaluation.stream_ranks(model, [sample])
+        (ranks,) = stream_ranks(model, [sample])
     (blind,) = stream_ranks(model, [sample])
     assert ranks != blind
     decoder = Decoder(model, Tree.full(VOCAB - 1, 1), CONTEXT)
