@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from ssdevice import __version__
+import ssdevice
 from ssdevice.errors import InputError, SSDeviceError, is_out_of_memory
 
 COMMANDS = {
@@ -130,11 +130,8 @@ def terminable() -> Iterator[None]:
 
 
 def _run(args: Sequence[str]) -> int:
-    parser = _Parser(
-        prog="ssdevice",
-        description="Speculative Streaming on devices: train, export and run stream-fused language models.",
-    )
-    parser.add_argument("--version", action="version", version=f"ssdevice {__version__}")
+    parser = _Parser(prog="ssdevice", description=ssdevice.__doc__)
+    parser.add_argument("--version", action="version", version=f"ssdevice {ssdevice.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((a for a in args if not a.startswith("-")), None)
     for name, summary in COMMANDS.items():

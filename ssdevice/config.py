@@ -131,10 +131,8 @@ def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {error}") from None
 
 
-@functools.cache
-def _type_hints(cls: type[Any]) -> dict[str, Any]:
-    """Cached, because a manifest of thousands of files loads as many small objects."""
-    return typing.get_type_hints(cls)
+_type_hints = functools.cache(typing.get_type_hints)
+"""Cached, because a manifest of thousands of files loads as many small objects."""
 
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:
@@ -174,18 +172,11 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     raise ConfigError(f"{where}: expected {JSON_NAMES.get(name, name)}, found {_json_name(value)}")
 
 
-# Python's types -> their names in JSON.
 JSON_NAMES = {
-    "tuple": "a list",
-    "list": "a list",
-    "dict": "an object",
-    "Mapping": "an object",
-    "str": "a string",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "NoneType": "null",
-}
+    "tuple": "a list", "list": "a list", "dict": "an object", "Mapping": "an object", "str": "a string",
+    "int": "an integer", "float": "a number", "bool": "true or false", "NoneType": "null",
+}  # fmt: skip
+"""Python's types -> their names in JSON."""
 
 
 def _json_name(value: Any) -> str:

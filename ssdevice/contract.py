@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ssdevice.errors import ConfigError
-from ssdevice.rules import Ruled, within
+from ssdevice.rules import Rule, Ruled, within
 from ssdevice.tree import MAX_NODES, Tree
 
 # Functions.
@@ -77,6 +77,7 @@ PATH = "path"
 CAPACITY_MULTIPLE = 32
 CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_CONTEXT = 1 << 20
+RANK_PATH: Rule = {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES - 1)}
 
 
 def past_key(layer: int) -> str:
@@ -134,12 +135,7 @@ class Geometry(Ruled):
     vocab: int = field(metadata=within(1, 1 << 24))
     gamma: int = field(metadata=within(0, 32))
     k: int = field(metadata=within(1, MAX_NODES))
-    tree: Tree = field(
-        metadata={
-            "maxItems": MAX_NODES - 1,
-            "items": {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES - 1)},
-        }
-    )
+    tree: Tree = field(metadata={"maxItems": MAX_NODES - 1, "items": RANK_PATH})
     context: int = field(metadata=within(1, MAX_CONTEXT))
     chunk: int = field(metadata=within(1, 1 << 16))
     hidden: int = field(default=0, metadata=within(0, 1 << 20))

@@ -89,10 +89,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         except IsADirectoryError as error:
             raise InputError(f"{path}: is a folder; give the .jsonl or .jsonl.gz file in it") from error
         except (gzip.BadGzipFile, zlib.error) as error:
-            hint = (
-                "its name ends in .gz but it is not gzip" if number == 0 else f"damaged gzip data after line {number}"
-            )
-            raise InputError(f"{path}: {hint} ({error})") from error
+            what = f"damaged gzip data after line {number}" if number else "its name ends in .gz but it is not gzip"
+            raise InputError(f"{path}: {what} ({error})") from error
         except EOFError as error:
             raise InputError(f"{path}: the gzip data end early, after line {number}; the file is cut short") from error
 
@@ -118,27 +116,25 @@ def _example(fields: Any, where: str, require_completion: bool) -> Example:
     if row.messages is not None:
         if prompt is not None or completion is not None:
             raise InputError(f"{where}: give either 'messages' or 'prompt' and 'completion', not both")
-        said = {turn.role: turn.content for turn in row.messages}
         if (roles := tuple(turn.role for turn in row.messages)) not in ROLES:
             raise InputError(
                 f"{where}: messages by {str(roles)[:80]}; an example is one exchange: an optional system message, one "
                 "of the user, then one of the assistant"
             )
+        said = {turn.role: turn.content for turn in row.messages}
         prompt, completion, system = said["user"], said.get("assistant"), said.get("system")
     if prompt is None or (completion is None and require_completion):
         raise InputError(f"{where}: {'prompt' if prompt is None else 'completion'!r} is missing")
     texts = {"prompt": prompt, "completion": completion, "system message": system}
     texts |= {f"references[{i}]": text for i, text in enumerate(row.references)}
     for what, text in texts.items():
-        if text is not None:
-            _check_text(f"{where}: {what!r}", text)
+        if text is None:
+            continue
+        if not text.strip():
+            raise InputError(f"{where}: {what!r} is empty")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"half a character (a lone surrogate at {error.start})"
+            raise InputError(f"{where}: {what!r} holds {half}") from error
     return Example(prompt, completion, row.references, system)
-
-
-def _check_text(what: str, value: str) -> None:
-    if not value.strip():
-        raise InputError(f"{what} is empty")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(f"{what} holds half a character (a lone surrogate at {error.start})") from error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any
@@ -59,10 +60,5 @@ class Ruled:
 
 
 def repeated_name(names: Iterable[str]) -> str | None:
-    """The first name that occurs a second time."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+    """The first name that occurs more than once."""
+    return next((name for name, times in Counter(names).items() if times > 1), None)

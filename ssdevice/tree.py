@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -122,7 +122,10 @@ class Tree:
                 raise ConfigError(f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}")
             text = content
         if text.startswith("["):
-            return cls._from_json(text)
+            try:
+                return cls.of(_paths(json.loads(text)))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"tree {text[:60]!r} is not a JSON list of rank paths: {error}") from error
         if found := re.fullmatch(f"chain:{_SIZE}", text, re.ASCII):
             return cls.chain(int(found[1]))
         if found := re.fullmatch(f"full:k={_SIZE},depth={_SIZE}", text, re.ASCII):
@@ -130,13 +133,6 @@ class Tree:
         if found := re.fullmatch(f"full:depth={_SIZE},k={_SIZE}", text, re.ASCII):
             return cls.full(int(found[2]), int(found[1]))
         raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}, with numbers that make 1..{MAX_NODES} nodes")
-
-    @classmethod
-    def _from_json(cls, text: str) -> Self:
-        try:
-            return cls.of(_paths(json.loads(text)))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"tree {text[:60]!r} is not a JSON list of rank paths: {error}") from error
 
     def check(self, gamma: int, k: int) -> None:
         """Raise ConfigError unless γ streams with k candidates each can fill the tree."""
@@ -212,12 +208,7 @@ class Tree:
 
 def count_paths(answers: Sequence[AnswerRanks]) -> Counter[Ranks]:
     """How often each rank path occurred, cut before the first MISS: see Tree.from_counts."""
-    paths: Counter[Ranks] = Counter()
-    for answer in answers:
-        for row in answer:
-            end = next((j for j, rank in enumerate(row) if rank >= MISS), len(row))
-            paths[tuple(row[:end])] += 1
-    return paths
+    return Counter(tuple(takewhile(lambda rank: rank < MISS, row)) for answer in answers for row in answer)
 
 
 def tokens_per_step(answers: Sequence[AnswerRanks], tree: Tree) -> float:
