@@ -105,11 +105,11 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
         for key, pair in weights.factors.items():
             ranks[key] = max(ranks.get(key, 0), len(pair.down))
     terms = low_rank_terms(model)
-    made: dict[nn.Module, SlotFactors] = {}
+    made: dict[LowRank, SlotFactors] = {}
     for term, key in terms.items():
         if key[0] is SlotKind.STREAM or key in ranks:
-            low, rank = cast(LowRank, term), max(ranks.get(key, 0), 1)
-            made[term] = SlotFactors(low.down.in_features, low.up.out_features, rank, low.activation)
+            rank = max(ranks.get(key, 0), 1)
+            made[term] = SlotFactors(term.down.in_features, term.up.out_features, rank, term.activation)
     _install(model, made)
     if model.streams is not None:
         model.streams.adapters.clear()  # a second path to slots that layers hold, which a trace takes for more state
@@ -136,11 +136,11 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
     return model, SlotLayout(plan.identity.hidden_size, variants)
 
 
-def _install(model: StreamModel, made: Mapping[nn.Module, SlotFactors]) -> None:
+def _install(model: StreamModel, made: Mapping[LowRank, SlotFactors]) -> None:
     """Replace factors by their slots; a LoRA without slots is removed."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
-            if child in made:
+            if isinstance(child, LowRank) and child in made:
                 setattr(owner, name, made[child])
             elif isinstance(child, LoraLinear) and child.adapter not in made:
                 setattr(owner, name, child.base)

@@ -7,6 +7,8 @@ in another way: see ``ssdevice.model.operators``.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -71,14 +73,9 @@ class Runs(list[Tensor]):
 def attend(asked: Attending) -> Tensor:
     """The default Attention. Heads of a group share their keys as rows of one matrix product."""
     weights, values = _weights(asked), asked.values
-    out: Tensor | None = None
-    start = 0
-    for value in values:
-        end = start + value.shape[2]
-        part = torch.matmul(weights[..., start:end] if len(values) > 1 else weights, value)
-        out = part if out is None else out + part
-        start = end
-    assert out is not None
+    ends = pairwise(accumulate((value.shape[2] for value in values), initial=0))
+    columns = (weights[..., start:end] for start, end in ends) if len(values) > 1 else [weights]
+    out = reduce(torch.add, map(torch.matmul, columns, values))
     return out.reshape(asked.query.shape).transpose(1, 2)
 
 

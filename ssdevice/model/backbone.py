@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,7 @@ class Backbone(nn.Module):
         super().__init__()
         config = hf.config
         self.family = family = family_of(config.model_type)
-        for key, allowed in family.refuse.items():
-            values = allowed if isinstance(allowed, tuple) else (allowed,)
+        for key, values in family.refuse.items():
             if getattr(config, key, values[0]) not in values:
                 raise UnsupportedModelError(
                     f"{config.model_type} with {key} = {getattr(config, key)} is not supported, only with {values[-1]}"
@@ -80,9 +79,10 @@ class Backbone(nn.Module):
         fixed = _positions_of_one_rope(self.config, rotary)
         if fixed is not None:
             if context > fixed:
+                kinds = ", ".join(sorted(set(_rope_types(rotary).values())))
                 raise UnsupportedModelError(
-                    f"the rotary embedding changes with the length beyond {fixed} positions (rope type "
-                    f"{_rope_types(rotary)}): export with a context of at most {fixed}, not {context}"
+                    f"the rotary embedding changes with the length beyond {fixed} positions (rope type {kinds}): "
+                    f"export with a context of at most {fixed}, not {context}"
                 )
             where = where.clamp(max=context - 1)
         if where.is_meta:  # a plan has no values, at which some rotary embeddings look
@@ -145,10 +145,7 @@ class Backbone(nn.Module):
         for i in range(first, last):
             kind = self.layer_types[i] if self.family.rotary_by_layer_type else ""
             out = self.layers[i](
-                h,
-                attention_mask=masks[self.window(i)],
-                past_key_values=rows,
-                position_embeddings=rope.tables.get(kind),
+                h, attention_mask=masks[self.window(i)], past_key_values=rows, position_embeddings=rope.tables.get(kind)
             )
             h = out[0] if isinstance(out, tuple) else out
         return h, [rows.new[i] for i in range(first, last)]
@@ -167,10 +164,7 @@ class Backbone(nn.Module):
 
     def window(self, layer: int) -> int | None:
         """How many positions a row of this layer sees, including its own; None: all."""
-        if self.layer_types[layer] != "sliding_attention":
-            return None
-        window: int = self.config.sliding_window
-        return window
+        return self.config.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def windows(self) -> set[int | None]:
         return {self.window(i) for i in range(len(self.layers))}
@@ -181,8 +175,7 @@ class Backbone(nn.Module):
 
     def finish(self, h: Tensor) -> Tensor:
         """What the LM head reads, ``[.., W]``, of final hidden states ``[.., D]``."""
-        finished: Tensor = self.project_out(self.norm(h))
-        return finished
+        return cast(Tensor, self.project_out(self.norm(h)))
 
     def head(self, h: Tensor) -> Tensor:
         """Logits ``[.., V]`` of final hidden states ``[.., D]``."""
@@ -236,20 +229,18 @@ def _layer_types(config: Any, family: Family, layers: int) -> list[str]:
     return ["sliding_attention" if slides else "full_attention"] * layers
 
 
-def _rope_types(rotary: Any) -> str:
-    kinds = rotary.rope_type
-    return ", ".join(sorted(set(kinds.values()))) if isinstance(kinds, dict) else str(kinds)
+def _rope_types(rotary: Any) -> dict[str, str]:
+    """By layer type, or one for all layers under an empty name."""
+    return rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
 
 
 def _positions_of_one_rope(config: Any, rotary: Any) -> int | None:
     """The length up to which a rotary embedding stays the same; None: it does not depend on the length."""
-    by_type = isinstance(rotary.rope_type, dict)
-    kinds = rotary.rope_type if by_type else {"": rotary.rope_type}
     limits = []
-    for name, kind in kinds.items():
+    for name, kind in _rope_types(rotary).items():
         if kind == "dynamic":
             limits.append(int(config.max_position_embeddings))
         elif kind == "longrope":
-            parameters = config.rope_parameters[name] if by_type else config.rope_parameters
+            parameters = config.rope_parameters[name] if name else config.rope_parameters
             limits.append(int(parameters["original_max_position_embeddings"]))
     return min(limits, default=None)

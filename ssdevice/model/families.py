@@ -40,8 +40,8 @@ class Family:
     logit_scale: str | None = None
     logit_divisor: str | None = None
     logit_softcap: str | None = None
-    refuse: dict[str, object] = field(default_factory=dict)
-    """Config values this wrapper cannot express: key -> the only value that is supported."""
+    refuse: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """Config values this wrapper cannot express: key -> the values that it can, the default first."""
 
     @property
     def layers_path(self) -> str:
@@ -49,32 +49,16 @@ class Family:
         return f"{self.decoder}.{self.layers}"
 
 
-_LLAMA_LIKE = Family()
-_ALL_LAYERS_SLIDE = Family(sliding=Sliding.ALWAYS)
-_SOME_LAYERS_SLIDE = Family(sliding=Sliding.BY_LAYER_TYPE)
-
+_LLAMA_LIKE = (
+    "llama", "arcee", "ernie4_5", "gemma", "glm", "glm4", "helium", "hunyuan_v1_dense", "nemotron", "olmo", "olmo2",
+    "seed_oss", "stablelm",
+)  # fmt: skip
+_ALL_LAYERS_SLIDE = ("mistral", "phi3", "starcoder2")
+_SOME_LAYERS_SLIDE = ("exaone4", "ministral", "qwen2", "qwen3", "smollm3")
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA_LIKE,
-    "arcee": _LLAMA_LIKE,
-    "ernie4_5": _LLAMA_LIKE,
-    "gemma": _LLAMA_LIKE,
-    "glm": _LLAMA_LIKE,
-    "glm4": _LLAMA_LIKE,
-    "helium": _LLAMA_LIKE,
-    "hunyuan_v1_dense": _LLAMA_LIKE,
-    "nemotron": _LLAMA_LIKE,
-    "olmo": _LLAMA_LIKE,
-    "olmo2": _LLAMA_LIKE,
-    "seed_oss": _LLAMA_LIKE,
-    "stablelm": _LLAMA_LIKE,
-    "mistral": _ALL_LAYERS_SLIDE,
-    "phi3": _ALL_LAYERS_SLIDE,
-    "starcoder2": _ALL_LAYERS_SLIDE,
-    "exaone4": _SOME_LAYERS_SLIDE,
-    "ministral": _SOME_LAYERS_SLIDE,
-    "qwen2": _SOME_LAYERS_SLIDE,
-    "qwen3": _SOME_LAYERS_SLIDE,
-    "smollm3": _SOME_LAYERS_SLIDE,
+    **dict.fromkeys(_LLAMA_LIKE, Family()),
+    **dict.fromkeys(_ALL_LAYERS_SLIDE, Family(sliding=Sliding.ALWAYS)),
+    **dict.fromkeys(_SOME_LAYERS_SLIDE, Family(sliding=Sliding.BY_LAYER_TYPE)),
     "gemma2": Family(sliding=Sliding.BY_LAYER_TYPE, logit_softcap="final_logit_softcapping"),
     "gemma3_text": Family(
         sliding=Sliding.BY_LAYER_TYPE,
@@ -99,24 +83,17 @@ FAMILIES: dict[str, Family] = {
 
 _EXPERTS = "layers with a mixture of experts"
 _SINKS = "attention with learned sinks"
-_LAYOUT = "layers of another layout than llama's"
-_INPUTS = "inputs of every layer beside its rows"
-
+_OTHER_LAYOUT = ("falcon", "gpt_neox", "gpt_neox_japanese", "hrm_text", "modernbert-decoder")
 NOT_EXPRESSIBLE: dict[str, str] = {
     "gpt_oss": f"{_SINKS} and {_EXPERTS}",
     "granite_swa": f"{_SINKS}; Granite 3 has model_type 'granite'",
     "granitemoehybrid": "state-space layers or a shared expert; Granite 3 has model_type 'granite'",
     "ministral3": "queries scaled by their position; Ministral 8B of 2024 has model_type 'ministral' or 'mistral'",
     "gemma3": "image inputs; a text-only model of this family has model_type 'gemma3_text'",
-    "gemma3n_text": _INPUTS,
-    "gemma4_text": _INPUTS,
+    **dict.fromkeys(("gemma3n_text", "gemma4_text"), "inputs of every layer beside its rows"),
     "diffllama": "differential attention",
     "nanochat": "norms without weights around the embedding",
-    "falcon": _LAYOUT,
-    "gpt_neox": _LAYOUT,
-    "gpt_neox_japanese": _LAYOUT,
-    "hrm_text": _LAYOUT,
-    "modernbert-decoder": _LAYOUT,
+    **dict.fromkeys(_OTHER_LAYOUT, "layers of another layout than llama's"),
 }
 """Families that need more than a table entry, which the keys of their configs do not show -> what they have."""
 

@@ -8,6 +8,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 """The name of the rotary embedding in every Hugging Face family; attention calls it only by this name."""
-
+Apply = Callable[..., tuple[Tensor, Tensor]]
+"""A family's own function: ``(q, k, cos, sin)`` -> q and k rotated."""
 Rotary = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """``rotary(x [1, heads, R, hd], cos [1, R, hd], sin [1, R, hd], interleaved)``: see ``rotate``."""
 
@@ -133,21 +135,18 @@ def _hook_rotary(backbone: "Backbone", rotary: Rotary) -> None:
         interleaved = rotary_kind(original, backbone.head_dim)
         if interleaved is None or not all(_paired(table, interleaved) for table in tables):
             continue
-        known = {**forward.__globals__, ROTARY_FUNCTION: _through(rotary, original, interleaved)}
+        known = {**forward.__globals__, ROTARY_FUNCTION: partial(_rotated, rotary, original, interleaved)}
         hooked = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
         hooked.__kwdefaults__ = forward.__kwdefaults__
         part.forward = MethodType(hooked, part)
 
 
-def _through(
-    rotary: Rotary, original: Callable[..., tuple[Tensor, Tensor]], interleaved: bool
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        if cos.shape[-1] != q.shape[-1]:  # some families slice the rotated part in this function
-            return original(q, k, cos, sin)
-        return rotary(q, cos, sin, interleaved), rotary(k, cos, sin, interleaved)
-
-    return apply
+def _rotated(
+    rotary: Rotary, original: Apply, interleaved: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
+    if cos.shape[-1] != q.shape[-1]:  # some families slice the rotated part in this function
+        return original(q, k, cos, sin)
+    return rotary(q, cos, sin, interleaved), rotary(k, cos, sin, interleaved)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -161,7 +160,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return x * cos[:, None] + turned * sin[:, None]
 
 
-def rotary_kind(apply: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> bool | None:
+def rotary_kind(apply: Apply, head_dim: int) -> bool | None:
     """Whether a family's rotary function is ``rotate`` interleaved (True), by halves (False), or neither (None). Both
     are tried on numbers, because families use the same name for different formulas."""
     if head_dim % 2:

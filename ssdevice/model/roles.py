@@ -35,18 +35,12 @@ class Role:
     own: bool = False
 
 
-def low_rank_terms(model: StreamModel) -> dict[nn.Module, tuple[SlotKind, str]]:
+def low_rank_terms(model: StreamModel) -> dict[LowRank, tuple[SlotKind, str]]:
     """Every low-rank term of an app with its kind and its name in the adapter folder."""
-    found: dict[nn.Module, tuple[SlotKind, str]] = {}
-    backbone = model.backbone
-    for name, part in backbone.layers.named_modules():
-        if isinstance(part, LoraLinear):
-            found[part.adapter] = SlotKind.LORA, f"{backbone.family.layers_path}.{name}"
-    if model.streams is not None:
-        for name, part in model.streams.named_modules():
-            if isinstance(part, LowRank):
-                found[part] = SlotKind.STREAM, name
-    return found
+    path, layers = model.backbone.family.layers_path, model.backbone.layers.named_modules()
+    found = {part.adapter: (SlotKind.LORA, f"{path}.{name}") for name, part in layers if isinstance(part, LoraLinear)}
+    streams = model.streams.named_modules() if model.streams is not None else ()
+    return found | {part: (SlotKind.STREAM, name) for name, part in streams if isinstance(part, LowRank)}
 
 
 def roles_of(form: nn.Module) -> dict[str, Role]:
@@ -58,7 +52,6 @@ def roles_of(form: nn.Module) -> dict[str, Role]:
     known |= {id(weight): Role(Part.EMBEDDING) for weight in backbone.embed_tokens.parameters()}
     alone = model.streams.own_terms() if model.streams is not None else []
     for term, (kind, source) in low_rank_terms(model).items():
-        assert isinstance(term, LowRank)
         own = term in alone
         known[id(term.down.weight)] = Role(Part.FACTOR, kind, source, own=own)
         known[id(term.up.weight)] = Role(Part.FACTOR, kind, source, up=True, own=own)

@@ -219,21 +219,16 @@ class Streams(nn.Module):
         if replace_mlp and not isinstance(getattr(layer, "mlp", None), nn.Module):
             raise UnsupportedModelError(f"stream_mlp '{config.stream_mlp}' needs an mlp module; use 'base+adapter'")
         replaced = set(cast(nn.Module, layer.mlp).modules()) if replace_mlp else set()
-        for path, linear in list(layer.named_modules()):
+        adapters: dict[str, LowRank] = {}
+        for path, linear in layer.named_modules():
             if isinstance(linear, nn.Linear) and linear not in replaced and not only:
-                adapter = LowRank(linear.in_features, linear.out_features, config.adapter_rank)
-                self._install(layer, index, path, linear, adapter, replace=False)
+                adapters[path] = LowRank(linear.in_features, linear.out_features, config.adapter_rank)
         if replace_mlp:
-            mlp = cast(nn.Module, layer.mlp)
             width = int(self.identifiers.shape[1])
-            adapter = LowRank(width, width, config.adapter_rank, activation=not only)
-            self._install(layer, index, "mlp", mlp, adapter, replace=True)
-
-    def _install(
-        self, layer: nn.Module, index: int, path: str, base: nn.Module, adapter: LowRank, replace: bool
-    ) -> None:
-        owner, _, name = path.rpartition(".")
-        row = StreamRowAdapter(base, adapter, self.split, replace)
-        setattr(layer.get_submodule(owner), name, row)
-        self._rows.append(row)
-        self.adapters[f"{index}-{path.replace('.', '-')}"] = adapter
+            adapters["mlp"] = LowRank(width, width, config.adapter_rank, activation=not only)
+        for path, adapter in adapters.items():
+            owner, _, name = path.rpartition(".")
+            row = StreamRowAdapter(layer.get_submodule(path), adapter, self.split, replace_mlp and path == "mlp")
+            setattr(layer.get_submodule(owner), name, row)
+            self._rows.append(row)
+            self.adapters[f"{index}-{path.replace('.', '-')}"] = adapter
