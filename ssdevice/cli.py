@@ -40,8 +40,8 @@ MAX_MESSAGE = 1000
 CHATTER = ("torchao", "torch.utils._pytree")
 """Loggers of other packages that warn, on import, about parts that this product does not use."""
 
-DEPRECATED = ("`is_gradient_checkpointing` is deprecated", "The PEFT config's `base_model_name_or_path` was renamed")
-"""Warnings of other packages about each other."""
+DEPRECATED = "`is_gradient_checkpointing` is deprecated"
+"""A warning of one of these packages about another."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,8 +147,7 @@ def _run(args: Sequence[str]) -> int:
     if not options.debug:
         for name in CHATTER:
             logging.getLogger(name).setLevel(logging.ERROR)
-        for words in DEPRECATED:
-            warnings.filterwarnings("ignore", words)
+        warnings.filterwarnings("ignore", DEPRECATED)
     return int(options.run(options))
 
 

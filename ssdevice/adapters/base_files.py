@@ -57,6 +57,5 @@ def weights_sha256(folder: Path) -> str:
     for file in weight_files(folder):
         digest.update(file.name.encode())
         with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()

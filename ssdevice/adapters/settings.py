@@ -30,19 +30,13 @@ class BaseIdentity:
     @classmethod
     def of(cls, folder: Path, config: Any) -> Self:
         """The identity of a Hugging Face folder with this config."""
-        return cls(
-            model_type=config.model_type,
-            hidden_size=config.hidden_size,
-            layers=config.num_hidden_layers,
-            vocab=config.vocab_size,
-            sha256=weights_sha256(folder),
-        )
+        sizes = config.hidden_size, config.num_hidden_layers, config.vocab_size
+        return cls(config.model_type, *sizes, weights_sha256(folder))
 
     def check(self, other: "BaseIdentity | ModelIdentity", what: str) -> None:
         """Raise InputError, which names the first difference, if ``other`` is not this base."""
-        for name in ("model_type", "hidden_size", "layers", "vocab", "sha256"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+        for name, mine in vars(self).items():
+            if mine != (theirs := getattr(other, name)):
                 raise InputError(f"{what} was trained for another base: its {name} is {mine}, the model's is {theirs}")
 
 

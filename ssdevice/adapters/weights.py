@@ -102,16 +102,14 @@ class AdapterWeights(AdapterFolder):
 def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> dict[str, Array]:
     """The tensors of a variant's slots by name. Linears without factors get rank 0, or zeros where the rank is fixed.
     ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot."""
-    waiting = dict(weights.factors)
+    folder, waiting = weights.folder, dict(weights.factors)
     if (g := waiting.get(TOKEN)) is not None:
         waiting[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
     tensors: dict[str, Array] = {}
     for slot in variant.slots:
-        tensors |= _slot_tensors(weights.folder, slot, waiting)
+        tensors |= _slot_tensors(folder, slot, waiting)
     for kind, name in waiting:
-        raise InputError(
-            f"{weights.folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers"
-        )
+        raise InputError(f"{folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers")
     if variant.streams is not None:
         tensors[variant.identifiers] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
     elif variant.identifiers:
@@ -186,24 +184,20 @@ def _scaling(folder: Path, config: Mapping[str, Any], module: str, found: int) -
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(found, default)
 
 
 def _factors(file: Path, tensors: Mapping[str, Array], down: str, up: str) -> dict[str, Factors]:
     found = {}
     names = [name.removesuffix(suffix) for name in tensors for suffix in (down, up) if name.endswith(suffix)]
     for name in dict.fromkeys(names):
-        pair = tensors.get(name + down), tensors.get(name + up)
-        if pair[0] is None or pair[1] is None:
+        first, second = tensors.get(name + down), tensors.get(name + up)
+        if first is None or second is None:
             raise InputError(f"{file}: {name!r} has only one of its factors")
-        if pair[0].ndim != 2 or pair[1].ndim != 2 or len(pair[0]) != pair[1].shape[1]:
-            raise InputError(
-                f"{file}: the factors of {name!r} have shapes {list(pair[0].shape)}, {list(pair[1].shape)}"
-            )
-        found[name] = Factors(pair[0], pair[1])
+        if first.ndim != 2 or second.ndim != 2 or len(first) != second.shape[1]:
+            raise InputError(f"{file}: the factors of {name!r} have shapes {list(first.shape)}, {list(second.shape)}")
+        found[name] = Factors(first, second)
     others = tensors.keys() - {name + suffix for name in found for suffix in (down, up)}
     if others:
         raise InputError(

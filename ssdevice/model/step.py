@@ -138,12 +138,7 @@ class StreamModel(nn.Module):
         return self.backbone.embed(tokens, positions)
 
     def stream_pass(
-        self,
-        h: Tensor,
-        chosen: Tensor | None,
-        positions: Tensor,
-        visible: Masks,
-        context: Sequence[Sequence[KeyValue]],
+        self, h: Tensor, chosen: Tensor | None, positions: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]]
     ) -> Tensor:
         """The MSA layers on the streams of n nodes, without main rows (2402.11131 eq. 2 and 3).
 
@@ -172,9 +167,7 @@ class StreamModel(nn.Module):
         offsets = torch.arange(rows[0][0].shape[2], dtype=torch.int32, device=h.device)
         node_at = length + last
         at = stream_positions(node_at, self.gamma)
-        visible = self.masks(
-            at, length, past, lambda window: (offsets <= last)[None] & within(at, length + offsets, window)
-        )
+        visible = self.masks(at, length, past, lambda w: (offsets <= last)[None] & within(at, length + offsets, w))
         runs = [[old, mine] for old, mine in zip(past, rows, strict=True)]
         return self.draft(h, token, node_at, visible, runs, k)
 
@@ -281,9 +274,7 @@ class TreeModule(nn.Module):
         model = self.model
         tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.draft_indices)
         positions = length + self.depths
-        masks = model.masks(
-            positions, length, past, lambda window: self.ancestors & within(self.depths, self.depths, window)
-        )
+        masks = model.masks(positions, length, past, lambda w: self.ancestors & within(self.depths, self.depths, w))
         h = model.backbone.embed(tokens[None], positions[None])
         h, read, rows = model.run_main_layers(h, positions[None], masks, past)
         return TreeRows(tokens, positions, masks, h, model.states(read), rows)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any
 
 from ssdevice.errors import InputError, SSDeviceError, TemplateRefusal
@@ -148,10 +149,8 @@ def _derived(render: Render) -> Frames | None:
     first, assistant, user, folded = texts
     if opened is None or first is None:
         return None
-    common = next(
-        (i for i, (a, b) in enumerate(zip(opened, first, strict=False)) if a != b), min(len(opened), len(first))
-    )
-    closed = first[common:]  # phi3 writes eos_token where no answer follows
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(opened, first, strict=False))
+    closed = first[len(list(common)) :]  # phi3 writes eos_token where no answer follows
     first, assistant, user, folded = (text and text.removesuffix(closed) for text in texts)
     begin = _between("", USER, first)
     if begin is None or first is None:

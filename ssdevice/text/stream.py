@@ -67,13 +67,7 @@ class TextStream:
         self._texts = texts
         self.mark = texts.mark
         self._decode, self._silent = texts.decode, texts.silent
-        self._reset()
-
-    def _reset(self) -> None:
-        self._ids: list[int] = []  # the window that is decoded
-        self._settled = 0  # ids in the window whose text is out to the last character
-        self._sent = 0  # characters of the window's text that are out
-        self._patience = PATIENCE
+        self._settle([], "")
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these further ids settle, often empty."""
@@ -100,8 +94,10 @@ class TextStream:
         return piece
 
     def _settle(self, ids: list[int], text: str) -> None:
-        """Begin a new window with ids whose text is out."""
-        self._ids, self._settled, self._sent, self._patience = ids, len(ids), len(text), PATIENCE
+        """Begin a new window, which is what is decoded, with ids whose text is out."""
+        self._ids, self._patience = ids, PATIENCE
+        self._settled = len(ids)  # ids in the window whose text is out to the last character
+        self._sent = len(text)  # characters of the window's text that are out
 
     def _push(self, token: int) -> str:
         if self._silent(token):  # it would not decide about the space before a word
@@ -121,7 +117,7 @@ class TextStream:
     def flush(self) -> str:
         """The rest, a broken character as U+FFFD; the stream is then ready for another answer."""
         piece = self._decode(self._ids)[self._sent :]
-        self._reset()
+        self._settle([], "")
         return piece
 
     def _settle_front(self, text: str) -> str:

@@ -12,7 +12,7 @@ from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
 from ssdevice.text.chat_template import PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
 from ssdevice.text.frames import Frames, Message
-from ssdevice.text.messages import TOOL, USER, Chat
+from ssdevice.text.messages import TOOL, Chat
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 from ssdevice.text.tokenizer_limits import check_growth, check_ids, check_sizes, tokenizer_errors
 
@@ -129,12 +129,9 @@ class ChatTokenizer:
 
     def chat_text(self, chat: Chat, instruction: str | None = None) -> str:
         """The text of a conversation, with an app's instruction before each message of the user."""
-        messages = [
-            {**message, "content": user_content(instruction, message["content"])}
-            if message["role"] == USER
-            else message
-            for message in chat.messages
-        ]
+        messages = list(chat.messages)
+        for at in chat.turns:
+            messages[at] = {**messages[at], "content": user_content(instruction, messages[at]["content"])}
         values = {**chat.template, "tools": chat.tools} if chat.tools else chat.template
         if values or any(message["role"] == TOOL or message.keys() > WRITTEN for message in messages):
             return self._full.render(messages, add_generation_prompt=True, values=values)

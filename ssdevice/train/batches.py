@@ -86,7 +86,5 @@ def pieces(samples: Sequence[Sample], nodes: int) -> list[list[Sample]]:
 def collate(samples: Sequence[Sample], pad: int) -> Batch:
     """One right-padded batch; its width is a multiple of WIDTH_MULTIPLE."""
     width = -(-max(len(s.ids) for s in samples) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    tokens = torch.full((len(samples), width), pad, dtype=torch.int64)
-    for row, sample in enumerate(samples):
-        tokens[row, : len(sample.ids)] = torch.tensor(sample.ids)
+    tokens = torch.tensor([[*s.ids, *[pad] * (width - len(s.ids))] for s in samples])
     return Batch(tokens, torch.tensor([s.prompt for s in samples]), torch.tensor([len(s.ids) for s in samples]))

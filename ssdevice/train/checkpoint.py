@@ -49,19 +49,13 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _release(folder)
+        if [each.name for each in file.parent.iterdir()] == [file.name]:
+            shutil.rmtree(file.parent)
+            if not any(folder.iterdir()):
+                folder.rmdir()
         raise
     finally:
         os.close(lock)
-
-
-def _release(folder: Path) -> None:
-    """Remove the mark of a run that wrote nothing."""
-    left = folder / UNFINISHED
-    if [file.name for file in left.iterdir()] == ["run"]:
-        shutil.rmtree(left)
-        if not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def load(folder: Path) -> State | None:

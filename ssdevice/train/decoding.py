@@ -7,6 +7,7 @@ padded on the right, and rows beyond a slot's length are masked.
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -111,20 +112,18 @@ class Decoding:
             if group and width * (len(group) + 1) > PREFILL_TOKENS:
                 break
             group.append(self.waiting.popleft())
-        lengths = torch.tensor([len(self.prompts[i]) for i in group], device=self.device)
-        width = int(lengths.max())
-        tokens = torch.tensor(
-            [[*self.prompts[i], *[0] * (width - len(self.prompts[i]))] for i in group], device=self.device
-        )
+        prompts = [self.prompts[i] for i in group]
+        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
+        width = len(prompts[-1])  # the longest
+        tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in prompts], device=self.device)
         positions = torch.arange(width, dtype=torch.int32, device=self.device)
         masks = backbone.masks(lambda window: causal(positions, window)[None, None])
         h = backbone.embed(tokens, positions[None].expand(len(group), -1))
         h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(positions[None]), masks)
         if not self.cache:
             self.cache = [(self._room(keys), self._room(values)) for keys, values in new]
-        for cached, fresh in zip(self.cache, new, strict=True):
-            for whole, part in zip(cached, fresh, strict=True):
-                whole[first : first + len(group), :, :width] = part
+        for whole, part in zip(chain(*self.cache), chain(*new), strict=True):
+            whole[first : first + len(group), :, :width] = part
         last = h[torch.arange(len(group), device=self.device), lengths - 1]
         self.requests += group
         self.answers += [[] for _ in group]
@@ -148,9 +147,8 @@ class Decoding:
         h = backbone.embed(tokens, at)
         h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(at), backbone.masks(sees), past)
         slots = torch.arange(n, device=self.device)
-        for cached, fresh in zip(self.cache, new, strict=True):
-            for whole, part in zip(cached, fresh, strict=True):
-                whole[slots, :, at[:, 0].long()] = part[:, :, 0].to(whole.dtype)
+        for whole, part in zip(chain(*self.cache), chain(*new), strict=True):
+            whole[slots, :, at[:, 0].long()] = part[:, :, 0].to(whole.dtype)
         self._take(h[:, 0], 0)
 
     def _take(self, h: Tensor, first: int) -> None:
@@ -166,9 +164,8 @@ class Decoding:
         last = len(self.requests) - 1
         if slot != last:
             held = len(self.prompts[self.requests[last]]) + len(self.answers[last])
-            for keys, values in self.cache:
-                keys[slot, :, :held] = keys[last, :, :held]
-                values[slot, :, :held] = values[last, :, :held]
+            for whole in chain(*self.cache):
+                whole[slot, :, :held] = whole[last, :, :held]
             self.requests[slot], self.answers[slot] = self.requests[last], self.answers[last]
         del self.requests[last], self.answers[last]
 

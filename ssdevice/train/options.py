@@ -116,13 +116,12 @@ class TrainOptions(Ruled):
             raise ConfigError(f"--msa-layers 0: --recipe {self.recipe} has streams")
         if bool(self.data) == (self.self_prompt is not None):
             raise ConfigError("give either --data FILE, or --self-prompt N to let the model write its own prompts")
-        if self.objective is Objective.NEXT_TOKEN and self.streams.mode is Mode.LOSSLESS:
+        next_token = self.objective is Objective.NEXT_TOKEN
+        if next_token and self.streams.mode is Mode.LOSSLESS:
             raise ConfigError("next-token training changes main rows: it has no lossless mode")
-        if self.objective is Objective.NEXT_TOKEN and (self.instruction or self.dev is not None):
+        if next_token and (self.instruction or self.dev is not None):
             raise ConfigError("next-token training has no streams to measure or describe: omit --dev and --instruction")
-        if self.freeze_lora and (
-            self.init is None or self.streams.mode is Mode.LOSSLESS or self.objective is Objective.NEXT_TOKEN
-        ):
+        if self.freeze_lora and (self.init is None or self.streams.mode is Mode.LOSSLESS or next_token):
             raise ConfigError("--freeze-lora is for streams in shared mode, with the --init whose LoRA stays as it is")
         if self.frozen and not self.weights.stream:
             raise ConfigError("nothing is learned: raise --alpha-stream above 0")

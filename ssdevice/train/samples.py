@@ -7,7 +7,7 @@ continues with a typical one. Its greedy answers are what its streams learn to p
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,9 +50,9 @@ def read_samples(job: Job, hf: Any, init: AdapterFolder | None, examples: list[E
         teacher = loading.build(answering, None, options.max_length).backbone.to(place.device)
     if own is not None:
         assert teacher is not None
+        half = options.max_length // 2
         prompts = self_prompts(job, teacher, own)
-        longest = options.max_length // 2
-        prompts = [p for p in prompts if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= longest]
+        prompts = [p for p in prompts if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= half]
         examples = [Example(prompt, " ") for prompt in prompts]
     samples, dropped = tokenize(examples, tokenizer, options.instruction, options.max_length)
     if dropped:
@@ -82,9 +82,9 @@ def self_prompts(job: Job, backbone: Backbone, wanted: int) -> list[str]:
     choose = sampling(job.options.seed, TEMPERATURE, TOP_P)
     special = special_ids(tokenizer.tokenizer) - {end}
 
-    def write(keys: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        stop = {end, *tokenizer.stop_ids}
-        yield from Decoding(backbone, [opening] * len(keys), stop, [PROMPT_TOKENS] * len(keys), choose, names=keys)
+    def write(keys: Sequence[int]) -> Decoding:
+        stop, most = {end, *tokenizer.stop_ids}, [PROMPT_TOKENS] * len(keys)
+        return Decoding(backbone, [opening] * len(keys), stop, most, choose, names=keys)
 
     attempts = 0
     while True:
@@ -130,16 +130,13 @@ def own_completions(
     that occurs twice is answered once. ``stage``: see ``written``."""
     prompts = [sample.ids[: sample.prompt] for sample in samples]
     room = dict(zip(prompts, most, strict=True))
-
-    def write(keys: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, list[int]]]:
-        yield from Decoding(backbone, keys, set(job.tokenizer.stop_ids), [room[prompt] for prompt in keys])
-
-    found = written(job, prompts, write, stage)
+    stop = set(job.tokenizer.stop_ids)
+    found = written(job, prompts, lambda keys: Decoding(backbone, keys, stop, [room[ids] for ids in keys]), stage)
     return [Sample((*prompt, *found[prompt]), len(prompt)) for prompt in prompts]
 
 
 def written(
-    job: Job, keys: Sequence[Key], write: Callable[[Sequence[Key]], Iterator[tuple[int, list[int]]]], stage: str
+    job: Job, keys: Sequence[Key], write: Callable[[Sequence[Key]], Decoding], stage: str
 ) -> dict[Key, list[int]]:
     """The ids for every key, from the stores of ``stage`` if they have them, otherwise from ``write``.
 

@@ -152,11 +152,12 @@ def draft_ids(samples: Sequence[Sample], always: Iterable[int], size: int, vocab
     repeat words of their prompts, and low ids are frequent if tokens were merged by frequency."""
     completions = Counter(token for sample in samples for token in sample.ids[sample.prompt :])
     prompts = Counter(token for sample in samples for token in sample.ids[: sample.prompt])
-    order = dict.fromkeys(token for token in always if token < vocab)
-    for counted in (completions, prompts):
-        order |= dict.fromkeys(token for token, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0])))
-    order |= dict.fromkeys(range(vocab))
-    return sorted(list(order)[:size])
+    first = set(always)
+
+    def place(token: int) -> tuple[bool, int, int]:
+        return token not in first, -completions[token], 0 if completions[token] else -prompts[token]
+
+    return sorted(sorted(range(vocab), key=place)[:size])
 
 
 def covered(samples: Sequence[Sample], ids: Sequence[int]) -> float:
@@ -176,13 +177,8 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
         if init is not None and init.has_lora:
             wrapped = open_lora(hf, init.folder, trainable=not options.freeze_lora)
         else:
-            lora = LoraConfig(
-                r=options.streams.lora_rank,
-                lora_alpha=2 * options.streams.lora_rank,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-                base_model_name_or_path=Path(options.model).name,
-            )
+            rank = options.streams.lora_rank
+            lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
             wrapped = get_peft_model(hf, lora)
         hf = wrapped.base_model.model
     config = None if options.objective is Objective.NEXT_TOKEN else options.streams
