@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ssdevice.adapters.settings import AdapterFolder, BaseIdentity
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
-from ssdevice.config import to_json
 from ssdevice.errors import InputError
 from ssdevice.export.target import export_target
 from ssdevice.model.loading import read_config, resolve_folder
@@ -45,24 +43,15 @@ class Agreement:
         """Share of tokens that agree or are near-ties; 1 if there are none."""
         return (self.agreeing + self.near_ties) / self.tokens if self.tokens else 1.0
 
-    def as_json(self) -> Any:
-        """The comparison as ``verify --json`` writes it."""
-        return to_json(self)
-
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
-        found = []
-        least, tie = LEAST_AGREEMENT.get(self.precision, 0.85), TIES[self.precision]
+        found, least, tie = [], LEAST_AGREEMENT.get(self.precision, 0.85), TIES[self.precision]
         # Even in fp32 a near-tie may go either way, so there only the margin decides.
         if self.share < least and self.precision is not Precision.FP32:
-            found.append(
-                f"torch reference: {self.share:.1%} of tokens agree or are near-ties, at least {least:.0%} must"
-            )
+            found.append(f"{self.share:.1%} of tokens agree or are near-ties, at least {least:.0%} must")
         if self.simulated and self.largest_margin > tie:
-            found.append(
-                f"torch reference: prefers another token by {self.largest_margin:.3g}, at most {tie} is a near-tie"
-            )
-        return found
+            found.append(f"prefers another token by {self.largest_margin:.3g}, at most {tie} is a near-tie")
+        return [f"torch reference: {fault}" for fault in found]
 
 
 def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path | None) -> Path:

@@ -10,6 +10,7 @@ precision. Anything else is a fault.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Self
 
 import numpy as np
@@ -20,13 +21,7 @@ from ssdevice.progress import Report, track
 
 MARGIN_PROMPTS = 2
 """Prompts whose logits are compared even if all answers agree, so that the largest change is always known."""
-CEILINGS = {
-    Precision.FP32: 1e-3,
-    Precision.FP16: 0.1,
-    Precision.INT8: 0.5,
-    Precision.INT4: 0.5,
-    Precision.PALETTE4: 0.5,
-}
+MOST = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 0.5, Precision.PALETTE4: 0.5}
 """Largest allowed change of a logit, by precision, fixed before any run."""
 DIFFERING_SHARE = 0.005
 NOT_MEASURED = (
@@ -102,7 +97,7 @@ class Comparison:
 
     @property
     def ceiling(self) -> float:
-        return CEILINGS[self.precision]
+        return MOST[self.precision]
 
     def compare(
         self, stage: str, cases: Sequence[Any], reference: Answerer, others: Mapping[str, Answerer], report: Report
@@ -134,9 +129,9 @@ class Comparison:
             self.largest_change = max(self.largest_change or 0.0, change)
         if differs:
             at, one, other = first_difference(expected.tokens, found.tokens)
-            rows = theirs if mine is None else mine
-            known = rows is not None and at < len(rows) and min(one, other) >= 0
-            margin = float(abs(rows[at, one] - rows[at, other])) if rows is not None and known else None
+            rows, margin = theirs if mine is None else mine, None
+            if rows is not None and at < len(rows) and min(one, other) >= 0:
+                margin = float(abs(rows[at, one] - rows[at, other]))
             self.differences.append(Difference(mode, number, at, one, other, margin))
 
     def near_tie(self, difference: Difference) -> bool:
@@ -174,25 +169,21 @@ class Comparison:
         for d in self.differences:
             if not self.near_tie(d):
                 why = "its margin was not measured" if d.margin is None else f"its margin is {d.margin:.3g}"
-                found.append(
-                    f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1} "
-                    f"({d.found} instead of {d.expected}); not a near-tie: {why}"
-                )
-        change = self.largest_change
-        if change is not None and change > self.ceiling:
+                where = f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1}"
+                found.append(f"{where} ({d.found} instead of {d.expected}); not a near-tie: {why}")
+        if (change := self.largest_change) is not None and change > self.ceiling:
             found.append(f"a logit changes by {change:.3g} between {self.between}, at most {self.ceiling} may")
         return found
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
     """The first position at which two answers differ and both tokens there; -1 for an answer that has ended."""
-    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
+    for i, (a, b) in enumerate(zip_longest(expected, found, fillvalue=-1)):
         if a != b:
             return i, a, b
-    i = min(len(expected), len(found))
-    return i, expected[i] if i < len(expected) else -1, found[i] if i < len(found) else -1
+    return len(expected), -1, -1
 
 
 def coarser(*precisions: Precision) -> Precision:
     """That of several precisions whose logits may change most."""
-    return max(precisions, key=CEILINGS.__getitem__)
+    return max(precisions, key=MOST.__getitem__)

@@ -97,14 +97,11 @@ class LoadWatch:
     def _busy_seconds(self) -> float:
         """CPU seconds of all processes since the system began."""
         times = self._psutil.cpu_times()
-        return float(sum(times)) - sum(
-            # User time already includes guests; waiting for a disk keeps no core busy.
-            float(getattr(times, name, 0.0))
-            for name in ("idle", "iowait", "guest", "guest_nice")
-        )
+        # User time already includes guests; waiting for a disk keeps no core busy.
+        idle = (getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
+        return float(sum(times) - sum(idle))
 
     def _own_seconds(self) -> float:
-        times = os.times()
         workers = [self._psutil.Process(pid).cpu_times() for pid in self._workers]
-        own = times.user + times.system + times.children_user + times.children_system
-        return own + sum(float(worker.user + worker.system) for worker in workers)
+        # The first four are user and system time of this process, and of its children.
+        return sum(os.times()[:4]) + sum(float(worker.user + worker.system) for worker in workers)

@@ -22,15 +22,13 @@ def measure_memory(
     """The memory, in MB (10⁶ bytes), of a fresh process that opens a bundle and answers a prompt twice.
     ``resident_mb``: after the answers; ``peak_rss_mb``: at its most, mostly while it opens. Raises SSDeviceError."""
     asked = [str(bundle), app, mode, asdict(options), list(prompt), max_tokens]
-    root = str(Path(ssdevice.__file__).resolve().parents[1])
-    command = [sys.executable, "-P", "-c", START, root]
+    command = [sys.executable, "-P", "-c", START, str(Path(ssdevice.__file__).resolve().parents[1])]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise SSDeviceError(f"the process that measures memory: {said[-1]}")
-    resident, peak = json.loads(done.stdout.splitlines()[-1])
-    peak = max(resident, peak)  # Linux counts in batches: the peak may lag behind
-    return {"resident_mb": round(resident, 1), "peak_rss_mb": round(peak, 1)}
+    resident, peak = json.loads(done.stdout.splitlines()[-1])  # Linux counts in batches: the peak may lag behind
+    return {"resident_mb": round(resident, 1), "peak_rss_mb": round(max(resident, peak), 1)}
 
 
 def main() -> None:

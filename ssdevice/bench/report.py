@@ -14,6 +14,7 @@ from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
 from ssdevice.bundle.staging import write_json, write_text
+from ssdevice.config import to_json
 from ssdevice.contract import Geometry
 from ssdevice.progress import count
 from ssdevice.runtime.loop import ADAPTIVE, PLAIN_STEP, SPECULATIVE
@@ -44,14 +45,11 @@ def as_json(
     memory: Mapping[str, Mapping[str, float]],
 ) -> Json:
     """The object ``bench --json`` writes. ``setting``: what was measured, which becomes a part of it as it is."""
-    speedup = result.speedup
+    speedup, drafts = result.speedup, result.acceptance.table(geometry.gamma, geometry.k)
     differing = {name: result.differing(name) for name in result.modes}
     return {
         **setting,
-        "tree": geometry.tree.to_json(),
-        "gamma": geometry.gamma,
-        "k": geometry.k,
-        "context": geometry.context,
+        **{name: to_json(getattr(geometry, name)) for name in ("tree", "gamma", "k", "context")},
         "prompts": len(result.examples),
         "skipped_prompts": result.skipped,
         "rounds": options.rounds,
@@ -65,9 +63,7 @@ def as_json(
         "baseline": result.baseline.name if result.baseline else None,
         "speedup": round(speedup.estimate, 4) if speedup else None,
         "speedup_interval": asdict(speedup) if speedup else None,
-        "acceptance_by_stream_and_rank": [
-            [round(share, 4) for share in row] for row in result.acceptance.table(geometry.gamma, geometry.k)
-        ],
+        "acceptance_by_stream_and_rank": [[round(share, 4) for share in row] for row in drafts],
         "quality": quality,
     }
 
@@ -94,9 +90,7 @@ def arm_as_json(mode: Measured) -> Json:
         "tokens_per_step": round(mode.tokens_per_step, 4),
         "ttft_ms": round(mode.ttft_ms.median, 3),
         "tokens": sum(len(answer.tokens) for answer in mode.answers),
-        "prompt_tokens_per_second": [
-            round(value, 3) if value is not None else None for value in mode.prompt_tokens_per_second
-        ],
+        "prompt_tokens_per_second": [None if one is None else round(one, 3) for one in mode.prompt_tokens_per_second],
         "spread": {"tokens_per_second": asdict(mode.tokens_per_second), "ttft_ms": asdict(mode.ttft_ms)},
     }
 
@@ -115,20 +109,16 @@ def bounds(interval: Json, digits: int = 2, label: str = "") -> str:
     return f" ({label}{low:.{digits}f}..{high:.{digits}f})" if low is not None else ""
 
 
-def prompts_of(report: Json) -> str:
-    """How many prompts of which data were measured, and how many were too long."""
-    long = f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else ""
-    return f"{count(report['prompts'], 'prompt')} of {report['data']}{long}"
-
-
 def conditions(report: Json) -> str:
     """How the numbers of a report came about, in words."""
     chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in (report["sampling"] or {}).items())
     machine, threads = report["machine"], report["threads"]
     used = count(threads, "thread") if threads else "the engine's threads"
+    long = f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else ""
     return (
-        f"{prompts_of(report)}, {chosen or 'greedy'}, at most {count(report['max_tokens'], 'token')}, "
-        f"{count(report['rounds'], 'round')}, {used}, context {report['context']}, "
+        f"{count(report['prompts'], 'prompt')} of {report['data']}{long}, {chosen or 'greedy'}, "
+        f"at most {count(report['max_tokens'], 'token')}, {count(report['rounds'], 'round')}, {used}, "
+        f"context {report['context']}, "
         f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})."
     )
 
@@ -210,8 +200,7 @@ def _cells(name: str, arm: Json) -> list[str]:
 
 def differences(report: Json) -> list[str]:
     """Which modes gave other tokens than plain decoding, and where, one sentence each; before them, if it is meant."""
-    inexact = "typical_acceptance" in (report["sampling"] or {})
-    return ["Inexact: typical acceptance changes the text"] * inexact + [
+    return ["Inexact: typical acceptance changes the text"] * ("typical_acceptance" in (report["sampling"] or {})) + [
         f"{TITLES[name]} gave other tokens on {count(len(prompts), 'prompt')}; the first is prompt {min(prompts) + 1}"
         for name, prompts in report["differing_prompts"].items()
     ]

@@ -7,6 +7,7 @@ the differences, and if that change is below the ceiling of the precision.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -19,7 +20,6 @@ from ssdevice.contract import DRAFT
 from ssdevice.errors import SSDeviceError
 from ssdevice.progress import count
 from ssdevice.runtime.adaptive import Adaptive
-from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, SPECULATIVE, Advance, plain, speculative
@@ -28,7 +28,7 @@ from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.structure import Structure, open_grammar
 from ssdevice.text.tokenizer import ChatTokenizer
 
-SAMPLERS = (
+SAMPLERS: tuple[Sampling, ...] = (
     Sampling(temperature=0.3),
     Sampling(temperature=0.8),
     Sampling(temperature=1.2),
@@ -65,11 +65,9 @@ class Sampled(Comparison):
         self.other_bits[mode] = self.other_bits.get(mode, 0) + sum(a != b for a, b in pairs)
 
     def faults(self) -> list[str]:
-        return [f"sampled, {fault}" for fault in super().faults()] + (self._bits() if self.exact else [])
-
-    def _bits(self) -> list[str]:
-        wrong = ((mode, other) for mode, other in self.other_bits.items() if other)
-        return [f"sampled, {mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong]
+        wrong = [(mode, other) for mode, other in self.other_bits.items() if other and self.exact]
+        bits = [f"{mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong]
+        return [f"sampled, {fault}" for fault in (*super().faults(), *bits)]
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"other_bits": self.other_bits}
@@ -78,7 +76,10 @@ class Sampled(Comparison):
 def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seeds: int) -> Sampled:
     """Sample answers in all modes of an engine whose host can choose. ``seeds``: of every sampler with every prompt;
     0: one sampler and seed for each prompt, in turn."""
-    samplers = _samplers(tokenizer, engine.geometry.vocab)
+    samplers, vocab, stops = SAMPLERS, engine.geometry.vocab, tokenizer.stop_ids
+    with suppress(SSDeviceError):
+        open_grammar(FORM, tokenizer, vocab)
+        samplers += (STRUCTURED,)
     cases = list(product(asked.prompts, samplers, range(seeds)))
     if not seeds:
         cases = [(ids, samplers[number % len(samplers)], number) for number, ids in enumerate(asked.prompts)]
@@ -87,45 +88,25 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
 
     def sampled(advance: Advance | None) -> Answerer:
         def sample(case: SampledCase, expected: Sequence[int]) -> Answer:
+            """A sampled answer with the rows of logits that its tokens were chosen from."""
             ids, sampler, seed = case
-            mode = advance or forcer(len(ids), expected, result.nodes_ended)
+            grammar = open_grammar(sampler.structure, tokenizer, vocab) if sampler.structure is not None else None
             seeded = replace(sampler, seed=seed, logprobs=0)
-            return _sample(conversation, tokenizer, ids, mode, seeded, asked.max_tokens)
+            chooser = Chooser(seeded, ids, stops, vocab, grammar, engine.kernels)
+            rows: list[Rows] = []
+
+            def choose(logits: Rows) -> int:
+                rows.append(logits.copy())
+                return chooser(logits)
+
+            conversation.chosen_by(chooser)
+            conversation.chooser = choose
+            mode = advance or forcer(len(ids), expected, result.nodes_ended)
+            tokens = answer(conversation, ids, mode, stops, asked.max_tokens)
+            return Answer(tokens, lambda: np.stack(rows), [each.chosen for each in chooser.logprobs])
 
         return sample
 
     adaptive = Adaptive(Lookup() if DRAFT in engine.functions else LookupOnly())
     others = {SPECULATIVE: sampled(speculative), FORCED: sampled(None), ADAPTIVE: sampled(adaptive)}
     return result.compare("compare sampled answers", cases, sampled(plain), others, asked.report)
-
-
-def _samplers(tokenizer: ChatTokenizer, vocab: int) -> tuple[Sampling, ...]:
-    try:
-        open_grammar(FORM, tokenizer, vocab)
-    except SSDeviceError:
-        return SAMPLERS
-    return (*SAMPLERS, STRUCTURED)
-
-
-def _sample(
-    conversation: Conversation,
-    tokenizer: ChatTokenizer,
-    ids: Sequence[int],
-    advance: Advance,
-    sampling: Sampling,
-    max_tokens: int,
-) -> Answer:
-    """A sampled answer with the rows of logits that its tokens were chosen from."""
-    vocab, structure = conversation.geometry.vocab, sampling.structure
-    grammar = open_grammar(structure, tokenizer, vocab) if structure is not None else None
-    chooser = Chooser(sampling, ids, tokenizer.stop_ids, vocab, grammar, conversation.engine.kernels)
-    rows: list[Rows] = []
-
-    def choose(logits: Rows) -> int:
-        rows.append(logits.copy())
-        return chooser(logits)
-
-    conversation.chosen_by(chooser)
-    conversation.chooser = choose
-    tokens = answer(conversation, ids, advance, tokenizer.stop_ids, max_tokens)
-    return Answer(tokens, lambda: np.stack(rows), [each.chosen for each in chooser.logprobs])

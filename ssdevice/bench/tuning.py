@@ -3,6 +3,7 @@ cost of every size that may be chosen is measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Self
 
@@ -71,13 +72,8 @@ class CostTable(Ruled):
 
     def check(self, where: str, model: str, gamma: int, msa_layers: int) -> None:
         """Raise InputError if the table is of another model, or of streams of another number or depth."""
-        check_same(
-            where,
-            "the bundle",
-            ("base model", self.model, model),
-            ("γ", self.gamma, gamma),
-            ("number of MSA layers", self.msa_layers, msa_layers),
-        )
+        layers = ("number of MSA layers", self.msa_layers, msa_layers)
+        check_same(where, "the bundle", ("base model", self.model, model), ("γ", self.gamma, gamma), layers)
 
 
 def check_same(what: str, reference: str, *facts: tuple[str, object, object]) -> None:
@@ -122,12 +118,9 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
         return forcer(len(ids), truth, set())(conversation, last)  # the first node of a new forcer is the root
 
     rows = []
-    for at, _ in enumerate(lead(conversation, ids, truth, wrong)):
-        row = []
-        for stream, candidates in enumerate(conversation.drafts.tolist(), 1):
-            true = truth[at + stream] if at + stream < len(truth) else -1
-            row.append(candidates.index(true) if true in candidates else MISS)
-        rows.append(row)
+    for at, _ in enumerate(lead(conversation, ids, truth, wrong), 1):
+        pairs = zip(conversation.drafts.tolist(), chain(truth[at:], repeat(-1)), strict=False)
+        rows.append([candidates.index(true) if true in candidates else MISS for candidates, true in pairs])
     return rows
 
 
@@ -151,10 +144,8 @@ def measure_costs(
     for each, measured in lanes:
         timed_answer(each, prompts[0], measured.name, counted)  # the first call opens a graph
 
-    def progress(_: str, done: int, total: int, __: str) -> None:
-        report("time steps", done, total, "")
-
-    for number, at, lane in take_turns(1, len(prompts), len(lanes), progress):
+    turns = take_turns(1, len(prompts), len(lanes), lambda _, done, total, __: report("time steps", done, total, ""))
+    for number, at, lane in turns:
         each, measured = lanes[lane]
         measured.add(number, timed_answer(each, prompts[at], measured.name, counted))
     costs = [round(measured.ms_per_step.median, DIGITS) for _, measured in lanes]
@@ -186,17 +177,14 @@ def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost])
     these only what observed drafts fill. Raises InputError if none remains.
     """
     paths = count_paths(ranks)
-    cheapest: dict[int, StepCost] = {}
-    for cost in sorted(costs, key=lambda cost: -cost.ms):
-        cheapest[cost.nodes] = cost
-    trees = {size: Tree.from_counts(paths, size) for size in cheapest}
-    found = [
-        Choice(tree, cheapest[size], tokens_per_step(ranks, tree)) for size, tree in trees.items() if tree.size == size
-    ]
-    if not found:
-        most = max(tree.size for tree in trees.values())
+    cheapest = {cost.nodes: cost for cost in sorted(costs, key=lambda cost: -cost.ms)}  # the last one of a size
+    trees = [Tree.from_counts(paths, size) for size in cheapest]
+    filled = [tree for size, tree in zip(cheapest, trees, strict=True) if tree.size == size]
+    if not filled:
+        most = max(tree.size for tree in trees)
         if most == 1:
             raise InputError("no draft was ever right: the app has not learned to draft these prompts")
         sizes = ", ".join(map(str, sorted(cheapest)))
         raise InputError(f"the drafts fill a tree of {most} nodes, and only steps of {sizes} nodes were measured")
+    found = [Choice(tree, cheapest[tree.size], tokens_per_step(ranks, tree)) for tree in filled]
     return sorted(found, key=lambda choice: -choice.tokens_per_second)

@@ -118,14 +118,10 @@ def _bundles(
         found = bundle.manifest
         if found.mode is None:
             raise InputError(f"{bundle.folder} has no streams, so there is no tree to choose")
-        check_same(
-            f"--cost-of {bundle.folder}",
-            "the first bundle",
-            ("base model", found.model.sha256, first.model.sha256),
-            ("target", found.target, first.target),
-            ("precision", found.precision, first.precision),
-            ("number of MSA layers", found.msa_layers, first.msa_layers),
-        )
+        facts = [(name, getattr(found, name), getattr(first, name)) for name in ("target", "precision")]
+        layers = ("number of MSA layers", found.msa_layers, first.msa_layers)
+        base = ("base model", found.model.sha256, first.model.sha256)
+        check_same(f"--cost-of {bundle.folder}", "the first bundle", base, *facts, layers)
     if table is not None:
         table.check(str(args.cost_table), first.model.sha256, first.geometry.gamma, first.msa_layers)
     return [*own, *others]

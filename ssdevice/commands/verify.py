@@ -16,6 +16,7 @@ from ssdevice.bundle.manifest import AdapterKind
 from ssdevice.commands import opening
 from ssdevice.commands.progress import Progress
 from ssdevice.commands.shown import show
+from ssdevice.config import to_json
 from ssdevice.contract import VERIFY
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError, ParityError, needs_extra
@@ -147,7 +148,7 @@ def _torch(
     except ParityError as error:
         yield "notes", [], [str(error)]
     result = agreement(bundle, args.app, model(), prompts, answers, report)
-    yield "reference", result.as_json(), result.faults()
+    yield "reference", to_json(result), result.faults()
 
 
 def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
