@@ -34,11 +34,10 @@ OTHER = "other"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     opening.add_bundle(parser)
     add_measuring(parser)
-    add("--metric", choices=METRICS, help="of quality (default: by the data)")
-    add("--profile", action="store_true", help="instead, show where the time of a call goes")
+    parser.add_argument("--metric", choices=METRICS, help="of quality (default: by the data)")
+    parser.add_argument("--profile", action="store_true", help="instead, show where the time of a call goes")
     add_sampling(parser)
     opening.add_engine(parser)
 
@@ -71,7 +70,12 @@ def bench_options(args: argparse.Namespace) -> BenchOptions:
 def run(args: argparse.Namespace) -> int:
     """Measure, and print Markdown on standard output."""
     sampling_of(args)
-    _check_options(args)
+    check_measuring(args)
+    if args.profile:
+        measuring = ("--json", "--report", "--metric", "--rounds", "--skip-long")
+        opening.refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
+        choices = map(flag, (*HELP, *STRUCTURES, "logit_bias", "sample"))
+        opening.refuse_ignored(args, "--profile chooses tokens greedily", *choices)
     examples = read_examples(args.data, args.limit, require_completion=False)
     if args.profile:
         with opening.open_session(args, profile=True) as session:
@@ -85,16 +89,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    """Raise InputError for options that exclude each other or cannot be carried out, before any work."""
-    check_measuring(args)
-    if args.profile:
-        measuring = ("--json", "--report", "--metric", "--rounds", "--skip-long")
-        opening.refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
-        choices = map(flag, (*HELP, *STRUCTURES, "logit_bias", "sample"))
-        opening.refuse_ignored(args, "--profile chooses tokens greedily", *choices)
-
-
 def finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
     """Write the report, print it as Markdown, and say if it does not count."""
     if args.report is not None:
@@ -106,26 +100,18 @@ def finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
         print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
 
 
-def _asked(sampling: Sampling | None) -> dict[str, Any] | None:
-    """What was asked for of the choice of tokens, without defaults; None: greedy."""
-    plain = to_json(Sampling())
-    return {name: value for name, value in to_json(sampling).items() if value != plain[name]} if sampling else None
-
-
 def _report(args: argparse.Namespace, session: Session, result: BenchResult, options: BenchOptions) -> dict[str, Any]:
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
     opened, most = (args.bundle, args.app, opening.engine_options(args)), options.max_tokens
     memory = {name: measure_memory(*opened, name, first, most) for name in result.modes}
+    plain, chosen = to_json(Sampling()), to_json(options.sampling)
     setting = {
         "bundle": str(args.bundle),
         "app": args.app or manifest.default_app,
-        "target": manifest.target,
-        "precision": manifest.precision.value,
-        "schedule": manifest.schedule.value,
-        "mode": manifest.mode.value if manifest.mode else None,
+        **{name: to_json(getattr(manifest, name)) for name in ("target", "precision", "schedule", "mode")},
         "parameters": manifest.model.parameters,
-        "sampling": _asked(options.sampling),
+        "sampling": {name: each for name, each in chosen.items() if each != plain[name]} if chosen else None,
         "threads": args.threads,
         "kernels": session.engine.kernels is not None,
         "data": str(args.data),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import sign_bundle
-from ssdevice.bundle.manifest import AdapterKind, App, Manifest, Precision
+from ssdevice.bundle.manifest import AdapterKind, Precision
 from ssdevice.commands.opening import add_adapter_precision, named_folder
 from ssdevice.errors import InputError, needs_extra
 from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder
@@ -65,8 +65,7 @@ def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
         return
     with needs_extra("export"):
         its = open_tokenizer(bundle.folder, adapter)
-    what = difference(tokenizer_of(bundle), its)
-    if what is not None:
+    if (what := difference(tokenizer_of(bundle), its)) is not None:
         raise InputError(f"{adapter} and {bundle.folder} need different {what}: export the app apart")
 
 
@@ -77,11 +76,14 @@ def _remove_app(args: argparse.Namespace) -> str:
     if not rest:
         raise InputError(f"{args.bundle} has only the app {app.name!r}; a bundle needs at least one")
     if app.kind in (AdapterKind.MERGED, AdapterKind.FUNCTION):
-        raise InputError(
-            f"app {app.name!r} of {args.bundle} is {app.kind.value}: its weights are in the graphs, not in separate "
-            "files; export the others again"
-        )
-    default = _default(manifest, app, args.default)
+        why = "its weights are in the graphs, not in separate files; export the others again"
+        raise InputError(f"app {app.name!r} of {args.bundle} is {app.kind.value}: {why}")
+    names = [other.name for other in rest]
+    if args.default is not None and args.default not in names:
+        raise InputError(f"--default {args.default!r} is not one of the remaining apps: {', '.join(names)}")
+    if args.default is None and manifest.default_app == app.name:
+        raise InputError(f"app {app.name!r} is the default one; name another: --default {names[0]}")
+    default = args.default or manifest.default_app
     kept = {path for other in rest for path in other.files}
     inside = {path for path in manifest.files if app.folder is not None and path.startswith(f"{app.folder}/")}
     gone = frozenset({*app.files, *inside} - kept)
@@ -90,13 +92,3 @@ def _remove_app(args: argparse.Namespace) -> str:
         writer.add_bundle(bundle, without=gone)
         writer.commit(dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={}))
     return f"removed app {app.name} from {args.bundle} ({count(len(gone), 'file')}){again}"
-
-
-def _default(manifest: Manifest, removed: App, wanted: str | None) -> str:
-    """The default app after the removal. The user must name it if the default one goes."""
-    names = [app.name for app in manifest.apps if app is not removed]
-    if wanted is not None and wanted not in names:
-        raise InputError(f"--default {wanted!r} is not one of the remaining apps: {', '.join(names)}")
-    if wanted is None and manifest.default_app == removed.name:
-        raise InputError(f"app {removed.name!r} is the default one; name another: --default {names[0]}")
-    return wanted or manifest.default_app

@@ -16,6 +16,7 @@ from ssdevice.config import read_json
 from ssdevice.errors import InputError, SSDeviceError
 from ssdevice.progress import count
 from ssdevice.runtime.session import Session
+from ssdevice.runtime.split import on_stderr
 from ssdevice.strict_json import utf8
 from ssdevice.text.messages import DROP_OLDEST, OVERFLOWS, SYSTEM, USER, WAITING, checked
 
@@ -64,7 +65,7 @@ class _Talk:
     def hold(self) -> None:
         """Take lines until there are no more. An error ends what comes from a pipe; at a terminal the user goes on."""
         if self._interactive and not self._args.quiet:
-            _say(f"{self._args.bundle}: /help lists the commands")
+            on_stderr(f"{self._args.bundle}: /help lists the commands")
         for line in filter(None, map(str.strip, _lines(self._interactive))):
             try:
                 if line == "/quit":
@@ -77,7 +78,7 @@ class _Talk:
             except (SSDeviceError, OSError) as error:  # a full disk loses no conversation
                 if not self._interactive:
                     raise
-                _say(f"error: {error}")
+                on_stderr(f"error: {error}")
 
     def _answer(self, prompt: str) -> None:
         session, args = self._session, self._args
@@ -92,9 +93,9 @@ class _Talk:
         print(flush=True)
         self._messages = session.messages or self._messages  # none if it was interrupted before its first token
         if dropped := session.last.dropped:
-            _say(f"[{count(dropped, 'oldest turn')} forgotten: the context is full]")
+            on_stderr(f"[{count(dropped, 'oldest turn')} forgotten: the context is full]")
         if not args.quiet:
-            _say(summary(session.last))
+            on_stderr(summary(session.last))
 
     def _show(self, piece: str) -> None:
         """Print a piece; what comes before the last token of a step are accepted drafts."""
@@ -108,7 +109,7 @@ class _Talk:
     def _command(self, name: str, argument: str) -> None:
         system = [message for message in self._messages if message["role"] == SYSTEM]
         if name == "help":
-            _say(HELP)
+            on_stderr(HELP)
         elif name == "reset":
             self._messages = system
         elif name == "system":
@@ -144,7 +145,3 @@ def _lines(interactive: bool) -> Iterator[str]:
         print()
     for number, line in enumerate(() if interactive else sys.stdin.buffer, 1):
         yield utf8(line, f"standard input, line {number}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -88,10 +88,8 @@ def _smollm2(args: argparse.Namespace) -> Cast:
     shipped = args.models / "adapters" / NAME
     adapter = args.adapter or next((shipped / name for name in TASKS if (shipped / name).is_dir()), None)
     if adapter is None:
-        raise InputError(
-            f"{shipped} holds no adapter; give --adapter DIR, or train one: "
-            "ssdevice train --self-prompt 4000 --mode lossless --app chat (docs/training.md)"
-        )
+        command = "ssdevice train --self-prompt 4000 --mode lossless --app chat (docs/training.md)"
+        raise InputError(f"{shipped} holds no adapter; give --adapter DIR, or train one: {command}")
     if adapter.name not in TASKS:
         print(f"Streams of {adapter.name}: if they learned another task, fewer of their drafts fit general questions.")
     app, prompts, tree = TASKS.get(adapter.name, ("chat", QUESTIONS, ()))
@@ -135,9 +133,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
+    given = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     config = GgufConfig(gguf_file=gguf.name, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float16, quantization_config=config
-    )
+    model = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float16, quantization_config=config)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**given).save_pretrained(folder)

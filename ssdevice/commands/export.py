@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(args.quiet) as progress:
         bundle = export_plan(plan, target, progress.report)
     manifest = bundle.manifest
-    functions = [spec.name for spec in manifest.functions]
-    summary = {"bundle": str(bundle.folder), "bytes": manifest.total_bytes, "functions": functions}
+    summary = {"bundle": str(bundle.folder), "bytes": manifest.total_bytes, "functions": list(bundle.functions)}
     print(json.dumps({**summary, "parity": manifest.parity, "notes": list(manifest.notes)}))
     return 0
 

@@ -3,15 +3,13 @@
 import argparse
 import json
 
-from ssdevice import targets
 from ssdevice.errors import InputError
 from ssdevice.runtime.target import runtime_target
+from ssdevice.targets import DEFAULT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", default=targets.DEFAULT, metavar="NAME", help=f"whose kernels (default {targets.DEFAULT})"
-    )
+    parser.add_argument("--target", default=DEFAULT, metavar="NAME", help=f"whose kernels (default {DEFAULT})")
 
 
 def run(args: argparse.Namespace) -> int:

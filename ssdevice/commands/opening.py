@@ -31,18 +31,14 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
 
 
 def add_signature(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--require-signature", type=Path, metavar="PUBLIC.pem", help="refuse what this ed25519 key has not signed"
-    )
+    what = "refuse what this ed25519 key has not signed"
+    parser.add_argument("--require-signature", type=Path, metavar="PUBLIC.pem", help=what)
 
 
 def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--adapter-precision",
-        choices=[precision.value for precision in PRECISIONS],
-        default=Precision.FP32.value,
-        help="how adapters outside the graphs store their floats (default fp32)",
-    )
+    choices, what = [each.value for each in PRECISIONS], "how adapters outside the graphs store their floats"
+    default = Precision.FP32.value
+    parser.add_argument("--adapter-precision", choices=choices, default=default, help=f"{what} (default {default})")
 
 
 def named_folder(text: str, option: str = "") -> tuple[str, Path]:
@@ -76,11 +72,8 @@ def prepare_frameworks(threads: int = 0) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
-    parser.add_argument(
-        "--no-spinning",
-        action="store_true",
-        help="threads sleep while they wait: slower on an idle machine, kinder to other programs",
-    )
+    what = "threads sleep while they wait: slower on an idle machine, kinder to other programs"
+    parser.add_argument("--no-spinning", action="store_true", help=what)
     parser.add_argument("--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built")
 
 

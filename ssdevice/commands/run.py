@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError
 from ssdevice.progress import count
 from ssdevice.runtime.generation import Generation, Run, accepted_path
-from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from ssdevice.strict_json import utf8
 from ssdevice.text.messages import checked
@@ -55,15 +54,14 @@ def run(args: argparse.Namespace) -> int:
     messages = None if args.messages is None else checked(read_json(args.messages))
     examples = _examples(args) if messages is None else [Example(messages[-1]["content"], system=args.system)]
     with open_session(args) as session:
-        sampling = sampling_of(args, session.bundle)
+        sampling, template = sampling_of(args, session.bundle), dict(args.template_arg)
         mode = session.mode(speculate=not args.no_speculate)
         for number, example in enumerate(examples, 1):
             prompt = example.prompt if messages is None else None
             try:
-                ids = session.prompt_ids(
-                    prompt, messages=messages, system=example.system, template=dict(args.template_arg)
-                )
-                _answer(args, session, mode, sampling, example.prompt, ids)
+                ids = session.prompt_ids(prompt, messages=messages, system=example.system, template=template)
+                runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
+                _answer(args, session, example.prompt, runs)
             except InputError as error:
                 if args.data is None:
                     raise
@@ -71,10 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(
-    args: argparse.Namespace, session: Session, mode: str, sampling: Sampling | None, shown: str, ids: Sequence[int]
-) -> None:
-    runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
+def _answer(args: argparse.Namespace, session: Session, shown: str, runs: Iterator[Run]) -> None:
     if args.trace:
         print(f"> {shown}")
         trace = Trace(session.tokenizer, session.engine.geometry.tree)
@@ -114,11 +109,8 @@ def summary(answer: Generation) -> str:
     """The statistics of an answer in one line."""
     parts = [count(len(answer.tokens), "token"), f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
     if answer.steps:
-        parts += [
-            count(answer.steps, "step"),
-            f"{answer.tokens_per_step:.2f} tokens per step",
-            f"{answer.tokens_per_second:.1f} tokens/s",
-        ]
+        parts += [count(answer.steps, "step"), f"{answer.tokens_per_step:.2f} tokens per step"]
+        parts += [f"{answer.tokens_per_second:.1f} tokens/s"]
     if answer.alone:
         parts.append(f"{count(answer.alone, 'token')} without the server")
     return f"[{', '.join(parts)}; {answer.reason}{'; inexact: typical acceptance' if answer.inexact else ''}]"
@@ -161,10 +153,8 @@ class Trace:
 
     def line(self, run: Run) -> Text:
         """The line of the next step: its number, how many tokens it emitted, and the tokens."""
-        if self._steps == 0:
-            line = Text("prefill   ", style=MARGIN)
-        else:
-            line = Text(f"{self._steps:>4}  +{len(run.tokens):<2} ", style=MARGIN)
+        step = f"{self._steps:>4}  +{len(run.tokens):<2} " if self._steps else "prefill   "
+        line = Text(step, style=MARGIN)
         path = () if run.drafts is None else accepted_path(self._tree, run.drafts.tolist(), run.tokens)
         for i, token in enumerate(run.tokens):
             line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)

@@ -60,13 +60,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         f"one of --sample, {', '.join(map(flag, DRAWING))} is given, what the others do not say is as the model's "
         "generation_config.json recommends, and the temperature 1 where it names none",
     )
-    group.add_argument("--sample", action="store_true", help="sample as the model recommends")
+    add = group.add_argument
+    add("--sample", action="store_true", help="sample as the model recommends")
     for name, (kind, text) in HELP.items():
-        metavar = "N" if kind is int else "X"
-        group.add_argument(flag(name), type=kind, metavar=metavar, help=text)
-    group.add_argument(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
-    )
+        add(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit")
     form = group.add_mutually_exclusive_group()
     for name, (what, text, _) in STRUCTURES.items():
         if not what:

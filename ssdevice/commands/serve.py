@@ -22,14 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=whole(0, 65535), default=PORT, metavar="N", help=f"default {PORT}; 0: any free one")
     add("--host", default=LOOPBACK, metavar="ADDRESS", help=f"address to listen on (default {LOOPBACK}); needs a key")
     add("--key-file", type=Path, metavar="FILE", help="a file with the key that requests must bear")
-    add(
-        "--queue", type=whole(0, 10_000), default=WAITING, metavar="N",
-        help=f"requests that may wait while one is answered (default {WAITING}); others are told to come back",
-    )  # fmt: skip
-    add(
-        "--verify", type=whole(1, 256), nargs="?", const=DEVICES, default=0, metavar="N",
-        help=f"verify drafts of devices (run --verify-at), with a KV cache for each of the last N (default {DEVICES})",
-    )  # fmt: skip
+    what = f"requests that may wait while one is answered (default {WAITING}); others are told to come back"
+    add("--queue", type=whole(0, 10_000), default=WAITING, metavar="N", help=what)
+    what = f"verify drafts of devices (run --verify-at), with a KV cache for each of the last N (default {DEVICES})"
+    add("--verify", type=whole(1, 256), nargs="?", const=DEVICES, default=0, metavar="N", help=what)
     add_engine(parser)
 
 

@@ -98,9 +98,8 @@ def run(args: argparse.Namespace) -> int:
         from ssdevice.train.trainer import train
     check_rule("--app", args.app, NAME)
     # An empty folder is filled, an unfinished run is continued.
-    if args.out.exists() and not (
-        args.out.is_dir() and (not any(args.out.iterdir()) or (args.out / UNFINISHED).is_dir())
-    ):
+    empty = args.out.is_dir() and not any(args.out.iterdir())
+    if args.out.exists() and not empty and not (args.out / UNFINISHED).is_dir():
         raise InputError(f"--out {args.out} exists; choose a new folder or delete it")
     check_writable(args.out, "--out")
     for name, value in FIXED[Recipe(args.recipe or Recipe.OURS)].items():

@@ -43,17 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trial.add_argument("--adapter", metavar="[NAME=]DIR", help="the app's name and its adapter folder")
     trial.add_argument("--target", choices=targets.names(), help=f"(default {targets.DEFAULT})")
     trial.add_argument("--quant", choices=QUANTS, help=f"how weights are stored (default {DEFAULT_QUANT})")
-    trial.add_argument(
-        "--sizes", type=_sizes, metavar="N,N,..",
-        help="nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)",
-    )  # fmt: skip
+    what = "nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)"
+    trial.add_argument("--sizes", type=_sizes, metavar="N,N,..", help=what)
     add("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
     add("--limit", type=opening.positive, default=50, metavar="N", help="the first N prompts (default 50)")
     add("--max-tokens", type=opening.positive, default=64, metavar="N", help="per answer (default 64)")
-    add(
-        "--cost-of", type=Path, action="append", default=[], metavar="BUNDLE",
-        help="also time the steps of this bundle: the same model with another tree or schedule; may be repeated",
-    )  # fmt: skip
+    what = "also time the steps of this bundle: the same model with another tree or schedule; may be repeated"
+    add("--cost-of", type=Path, action="append", default=[], metavar="BUNDLE", help=what)
     add("--cost-table", type=Path, metavar="FILE", help="choose with the costs that another device wrote; time nothing")
     add("--write-cost-table", type=Path, metavar="FILE", help="write the measured costs, for --cost-table elsewhere")
     add("--out", type=Path, metavar="FILE", help="write the fastest tree, for: ssdevice export --tree FILE")

@@ -47,10 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
     add("--limit", type=opening.positive, metavar="N", help=f"the first N prompts (default {LIMIT})")
     add("--max-tokens", type=opening.positive, metavar="N", help=f"per answer (default {MAX_TOKENS})")
-    add(
-        "--seeds", type=opening.positive, metavar="N",
-        help="sample each prompt with N seeds of every sampler, where the host chooses (default: with one)",
-    )  # fmt: skip
+    what = "sample each prompt with N seeds of every sampler, where the host chooses (default: with one)"
+    add("--seeds", type=opening.positive, metavar="N", help=what)
     add("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
     add("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
     add("--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers")
@@ -67,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--adapter is for the comparison with torch: give --model too")
     bundle = opening.open_bundle(args)
     signed = "; signature valid" if args.require_signature is not None else ""
-    files = count(len(bundle.manifest.files), "file")
-    found: dict[str, Any] = {"bundle": str(args.bundle)}
-    found["integrity"] = f"{files}, sizes and hashes as in the manifest{signed}"
+    said = f"{count(len(bundle.manifest.files), 'file')}, sizes and hashes as in the manifest{signed}"
+    found: dict[str, Any] = {"bundle": str(args.bundle), "integrity": said}
     faults: list[str] = []
     if not args.integrity_only:
         with Progress(args.quiet) as progress:
@@ -101,8 +98,7 @@ def _comparisons(args: argparse.Namespace, bundle: Bundle, report: Report) -> It
         if examples:
             _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)
         if VERIFY not in engine.functions:
-            why = "this app's host has no choice (export --choose host) or no drafts"
-            opening.refuse_ignored(args, why, "--seeds")
+            opening.refuse_ignored(args, "this app's host has no choice (export --choose host) or no drafts", "--seeds")
         shown, precision = with_logits(bundle), bundle.manifest.precision
         asked = Asked(prompts, tokenizer.stop_ids, args.max_tokens or MAX_TOKENS, precision, report)
         result = compare_modes(engine, shown, asked)
