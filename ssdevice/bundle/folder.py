@@ -89,12 +89,9 @@ class Bundle:
 
     def check_base(self, what: str, sha256: str) -> None:
         """Raise InputError unless a model, whose weights have this ``sha256``, is the bundle's base."""
-        base = self.manifest.model.sha256
-        if sha256 != base:
-            raise InputError(
-                f"{what} is not the base of {self.folder}: its weights have sha256 {sha256[:12]}.., the bundle's base "
-                f"{base[:12]}.."
-            )
+        if sha256 != (base := self.manifest.model.sha256):
+            weights = f"its weights have sha256 {sha256[:12]}.., the bundle's base {base[:12]}.."
+            raise InputError(f"{what} is not the base of {self.folder}: {weights}")
 
     def function_names(self, app: str | None = None) -> Mapping[str, str]:
         """The contract's functions that an app has -> the target's names of them."""
@@ -199,10 +196,8 @@ def check_out(out: Path, overwrite: bool | None) -> None:
     if not overwrite:
         how = "" if overwrite is None else ", or replace the bundle with --overwrite"
         raise InputError(f"{out} exists; choose another folder{how}")
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    why = _why_no_bundle(out)
-    if why:
+    empty = out.is_dir() and not any(out.iterdir())
+    if not empty and (why := _why_no_bundle(out)):
         raise InputError(f"{out} is not overwritten: {why}")
 
 

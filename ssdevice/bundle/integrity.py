@@ -46,13 +46,11 @@ def check_paths(paths: Iterable[str]) -> frozenset[str]:
         check_rule("files: a name", path, PATH)
         if path.lower() in (MANIFEST_FILE, SIGNATURE_FILE):
             raise ConfigError(f"files: {path!r} may not be listed, its name is reserved")
-        for segment in path.split("/"):
-            if _DEVICES.fullmatch(segment):
-                raise ConfigError(f"files: {path!r} has a name that Windows reserves, {segment!r}")
         parts = path.split("/")
+        for part in filter(_DEVICES.fullmatch, parts):
+            raise ConfigError(f"files: {path!r} has a name that Windows reserves, {part!r}")
         folders |= {"/".join(parts[:i]) for i in range(1, len(parts))}
-    twice = repeated_name(path.lower() for path in [*files, *folders])
-    if twice:
+    if twice := repeated_name(path.lower() for path in [*files, *folders]):
         raise ConfigError(f"files: {twice!r} appears twice where case does not count, or is both a file and a folder")
     return frozenset(folders)
 
@@ -84,8 +82,7 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
         with reading(folder / inside, BundleError), os.scandir(folder / inside) as entries:
             for entry in entries:
                 seen += 1
-                path = f"{inside}{entry.name}"
-                status = entry.stat(follow_symlinks=False)
+                path, status = f"{inside}{entry.name}", entry.stat(follow_symlinks=False)
                 if seen > 2 * limit:
                     raise BundleError(f"{folder}: more than {2 * limit} files and folders")
                 if stat.S_ISDIR(status.st_mode):
@@ -121,12 +118,10 @@ def manifest_bytes(folder: Path) -> bytes:
 
 def file_sha256(file: Path, size: int) -> str | None:
     """sha256 of the first ``size`` bytes of a file, None if it is shorter. Raises BundleError if it is unreadable."""
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(1 << 20))
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     with reading(file, BundleError), file.open("rb", buffering=0) as stream:
         while size:
-            count = stream.readinto(block[: min(size, len(block))])
-            if not count:
+            if not (count := stream.readinto(block[: min(size, len(block))])):
                 return None
             digest.update(block[:count])
             size -= count

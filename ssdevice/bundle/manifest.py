@@ -44,6 +44,14 @@ SHORT: Rule = {"maxLength": 200}
 TEXT: Rule = {"maxLength": 1 << 16}
 
 
+def entries(most: int, **rules: Rule) -> Rule:
+    """The rule for a mapping of at most so many entries; ``rules``: those for their names and values."""
+    return {"maxProperties": most, **rules}
+
+
+ROLES = entries(MAX_FILES, propertyNames=ROLE, additionalProperties=PATH)
+
+
 class Precision(StrEnum):
     """How weights are stored. Except on Core ML, int8 and int4 also quantize the inputs of linears, one scale per row.
 
@@ -105,9 +113,7 @@ class App(Ruled):
     rank: int = field(default=0, metadata=within(0, 1 << 14))
     folder: str | None = field(default=None, metadata=PATH)
     files: tuple[str, ...] = field(default=(), metadata={"maxItems": MAX_FILES, "items": PATH})
-    functions: dict[str, str] = field(
-        default_factory=dict, metadata={"maxProperties": 16, "additionalProperties": NAME}
-    )
+    functions: dict[str, str] = field(default_factory=dict, metadata=entries(16, additionalProperties=NAME))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,9 +150,7 @@ class Manifest(Ruled):
     ``roles``.
     """
 
-    tools: dict[str, str] = field(
-        metadata={"maxProperties": 100, "propertyNames": SHORT, "additionalProperties": SHORT}
-    )
+    tools: dict[str, str] = field(metadata=entries(100, propertyNames=SHORT, additionalProperties=SHORT))
     model: ModelIdentity
     target: str = field(metadata={"enum": list(targets.BUILT_IN)})  # and registered targets
     precision: Precision
@@ -163,13 +167,9 @@ class Manifest(Ruled):
     calibrated_rows: int = field(default=0, metadata=COUNT)
     sampling: ModelSampling | None = None
     notes: tuple[str, ...] = field(default=(), metadata={"maxItems": 1000, "items": TEXT})
-    parity: dict[str, float] = field(default_factory=dict, metadata={"maxProperties": 1000, "propertyNames": SHORT})
-    roles: dict[str, str] = field(
-        default_factory=dict, metadata={"maxProperties": MAX_FILES, "propertyNames": ROLE, "additionalProperties": PATH}
-    )
-    files: dict[str, FileEntry] = field(
-        default_factory=dict, metadata={"maxProperties": MAX_FILES, "propertyNames": PATH}
-    )
+    parity: dict[str, float] = field(default_factory=dict, metadata=entries(1000, propertyNames=SHORT))
+    roles: dict[str, str] = field(default_factory=dict, metadata=ROLES)
+    files: dict[str, FileEntry] = field(default_factory=dict, metadata=entries(MAX_FILES, propertyNames=PATH))
     schema_version: int = field(default=SCHEMA_VERSION, metadata=within(SCHEMA_VERSION, SCHEMA_VERSION))
 
     def __post_init__(self) -> None:
@@ -187,10 +187,9 @@ class Manifest(Ruled):
             raise ConfigError(f"model.hidden_size is {self.model.hidden_size}, geometry.hidden {g.hidden}")
         streams = self.mode is not None
         if (streams and not g.gamma) or (self.msa_layers and not streams):
-            raise ConfigError(
-                f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}: "
-                "a bundle with streams has a mode and a gamma, one without has null and no msa_layers"
-            )
+            expected = "a bundle with streams has a mode and a gamma, one without has null and no msa_layers"
+            found = f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}"
+            raise ConfigError(f"{found}: {expected}")
         if self.msa_layers >= self.model.layers:
             raise ConfigError(f"msa_layers is {self.msa_layers}, the model has {self.model.layers} layers")
         self._check_functions()
@@ -211,17 +210,14 @@ class Manifest(Ruled):
 
     def _check_apps(self) -> None:
         names = [app.name for app in self.apps]
-        twice = repeated_name(name.lower() for name in names)
-        if twice:
+        if twice := repeated_name(name.lower() for name in names):
             raise ConfigError(f"app {twice!r} appears twice")
         if self.default_app not in names:
             raise ConfigError(f"default_app {self.default_app!r} is not one of the apps {', '.join(names)[:200]}")
         for app in self.apps:
             if app.base_sha256 != self.model.sha256:
-                raise ConfigError(
-                    f"app {app.name!r} is for another base: its base_sha256 is {app.base_sha256[:12]}.., "
-                    f"the model's is {self.model.sha256[:12]}.."
-                )
+                shown = f"its base_sha256 is {app.base_sha256[:12]}.., the model's is {self.model.sha256[:12]}.."
+                raise ConfigError(f"app {app.name!r} is for another base: {shown}")
             if app.kind is AdapterKind.MERGED and app.mode not in (None, self.mode):
                 raise ConfigError(f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}")
             _check_pair(f"app {app.name!r}", app.functions, app.mode)
@@ -281,10 +277,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     raw = parse_strict(data, where)
     version = raw.get("schema_version")
     if type(version) is int and version > SCHEMA_VERSION:
-        raise BundleError(
-            f"{where}: made by a newer ssdevice: schema {str(version)[:20]}, this one reads {SCHEMA_VERSION}; "
-            "update ssdevice"
-        )
+        newer = f"schema {str(version)[:20]}, this one reads {SCHEMA_VERSION}; update ssdevice"
+        raise BundleError(f"{where}: made by a newer ssdevice: {newer}")
     if version is None:
         raise BundleError(f"{where}: 'schema_version' is missing: not the manifest of a bundle")
     try:

@@ -9,6 +9,7 @@ MOST = 1 << 31
 FACTOR: Rule = within(0, 100)
 TOKEN: Rule = within(0, (1 << 24) - 1)
 TOKENS: Rule = {"maxItems": 1 << 16, "items": TOKEN}
+WORDS: Rule = {"maxItems": 1 << 16, "items": {"minItems": 1, "maxItems": 64, "items": TOKEN}}
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,7 @@ class ModelSampling(Ruled):
     min_length: int | None = field(default=None, metadata=within(0, MOST))
     suppress: tuple[int, ...] = field(default=(), metadata=TOKENS)
     begin_suppress: tuple[int, ...] = field(default=(), metadata=TOKENS)
-    bad_words: tuple[tuple[int, ...], ...] = field(
-        default=(), metadata={"maxItems": 1 << 16, "items": {"minItems": 1, "maxItems": 64, "items": TOKEN}}
-    )
+    bad_words: tuple[tuple[int, ...], ...] = field(default=(), metadata=WORDS)
 
     def named(self) -> dict[str, Any]:
         """The settings that the model names, without ``do_sample``."""

@@ -88,9 +88,8 @@ class Stage:
             try:
                 lock = lock_path(self.path, wait=False, needed=not fresh)
             except BlockingIOError:
-                raise InputError(
-                    f"another process is writing {self.out}; wait for it, or choose another name"
-                ) from None
+                busy = f"another process is writing {self.out}; wait for it, or choose another name"
+                raise InputError(busy) from None
             except FileNotFoundError:
                 continue  # its writer has just finished
             mine = sys.platform == "win32" or _is_open(self.path, lock)
@@ -155,20 +154,14 @@ def _is_full(error: Exception) -> bool:
 
 def sync_tree(path: Path) -> None:
     """Flush a file, or a folder with its contents, to the disk, so that no crash leaves a name with missing data."""
-    if path.is_dir():
-        for folder, _, names in os.walk(path):
-            for name in names:
-                _sync(Path(folder, name))
-            _sync(Path(folder))
-    else:
-        _sync(path)
+    for each in (path, *path.rglob("*")):
+        _sync(each)
 
 
 def _sync(path: Path) -> None:
     if sys.platform == "win32" and path.is_dir():
         return  # folders cannot be opened there
-    flags = os.O_RDONLY if sys.platform != "win32" else os.O_RDWR
-    handle = os.open(path, flags)
+    handle = os.open(path, os.O_RDONLY if sys.platform != "win32" else os.O_RDWR)
     try:
         os.fsync(handle)
     except OSError as error:

@@ -25,11 +25,8 @@ class Decoder:
     """The session and its queue. ``most``: requests that may wait while one is decoded."""
 
     def __init__(self, session: Session, metrics: Metrics, most: int) -> None:
-        self.session = session
-        self.metrics = metrics
-        self.most = most
-        self.pending = 0
-        self._turn = asyncio.Lock()
+        self.session, self.metrics, self.most = session, metrics, most
+        self.pending, self._turn = 0, asyncio.Lock()
 
     async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
         """The answer as it grows: first when its first call has been made, last when it is whole.
@@ -51,10 +48,8 @@ class Decoder:
         """A turn. Raises Refusal if the queue is full, and for what goes wrong in the turn."""
         if self.pending > self.most:
             wait = max(1, math.ceil(self.pending * self.metrics.mean_seconds))
-            reason = f"{self.most} requests wait already; try again in {wait} s"
-            raise Refusal(
-                reason, 429, kind="rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(wait)}
-            )
+            reason, headers = f"{self.most} requests wait already; try again in {wait} s", {"Retry-After": str(wait)}
+            raise Refusal(reason, 429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
         self.pending += 1
         try:
             async with self._turn:
@@ -71,13 +66,9 @@ def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Gen
     told = 0.0
     if request.app != session.app:
         session.use(request.app)
-    runs = session.runs(
-        _ids(session, request),
-        max_tokens=request.max_tokens or session.engine.geometry.context,
-        stop=request.stop,
-        mode=session.mode(speculate=True),
-        sampling=_sampling(session, request),
-    )
+    ids, sampling = _ids(session, request), _sampling(session, request)
+    most, mode = request.max_tokens or session.engine.geometry.context, session.mode(speculate=True)
+    runs = session.runs(ids, max_tokens=most, stop=request.stop, mode=mode, sampling=sampling)
     next(runs, None)
     try:
         with closing(runs):

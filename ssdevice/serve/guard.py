@@ -76,10 +76,7 @@ class Guard:
     None for any. ``key``: what they must bear, None for nothing."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, hosts: Collection[str] | None, key: str | None) -> None:
-        self.app = app
-        self.metrics = metrics
-        self.hosts = hosts
-        self.key = key
+        self.app, self.metrics, self.hosts, self.key = app, metrics, hosts, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request (ASGI)."""
@@ -104,10 +101,8 @@ class Guard:
             raise Refusal(f"this server only answers to names of this machine: use http://{LOOPBACK}", 421)
         given = headers.get("authorization", "").encode()
         if self.key is not None and path != HEALTH and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
-            raise Refusal(
-                "a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise Refusal("a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key", headers=headers)
         kind = BINARY if path.startswith(VERIFY) else "application/json"
         if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
             # Pages of other sites may post forms and plain text to this machine without being asked.
@@ -169,9 +164,8 @@ class Protocol(H11Protocol):
 
 def server(app: ASGIApp) -> Server:
     """A server of an application, to be run on a socket."""
-    return Server(
-        Config(
-            app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,
-        )
+    config = Config(
+        app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,
     )  # fmt: skip
+    return Server(config)

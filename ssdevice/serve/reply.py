@@ -20,9 +20,7 @@ class Reply:
     """The objects of one answer. ``fingerprint``: of the bundle."""
 
     def __init__(self, request: Request, tokenizer: ChatTokenizer, fingerprint: str) -> None:
-        self.request = request
-        self.tokenizer = tokenizer
-        self.chat = request.messages is not None
+        self.request, self.tokenizer, self.chat = request, tokenizer, request.messages is not None
         self._head = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}",
             "object": "text_completion" if not self.chat else f"chat.completion{'.chunk' * request.stream}",
@@ -90,8 +88,7 @@ class Reply:
         if self._style is None:
             return []
         _, calls = parse_calls(answer_text(self.tokenizer, answer.tokens), self._style)
-        known = {tool["function"]["name"] for tool in self.request.tools}
-        if any(call.name not in known for call in calls):
+        if {call.name for call in calls} - {tool["function"]["name"] for tool in self.request.tools}:
             return []
         functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
         return [{"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": each} for each in functions]

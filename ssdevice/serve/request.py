@@ -121,9 +121,8 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
     if options is not None and (not stream or options.keys() - {"include_usage"}):
         raise Refusal("stream_options goes with stream: true, and has include_usage only", param="stream_options")
     usage = arguments.flag("include_usage", (options or {}).get("include_usage", False))
-    return {
-        "app": given["model"], "stop": given.get("stop", ()), "sampling": sampling, "stream": stream, "usage": usage
-    }  # fmt: skip
+    app, stop = given["model"], given.get("stop", ())
+    return {"app": app, "stop": stop, "sampling": sampling, "stream": stream, "usage": usage}
 
 
 def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[Any]]:
