@@ -70,7 +70,7 @@ class EngineDriver:
             self.conversation.chooser = None
 
     def rows(self, start: int, end: int) -> Array | None:
-        return self.conversation.rows(start, end)
+        return self.conversation.cache.rows(start, end)
 
     def _drafts(self) -> Drafts:
         drafts: Drafts = self.conversation.drafts.tolist()

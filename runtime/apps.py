@@ -34,10 +34,8 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     file, write = runtime_target(manifest.target).app_file(bundle, name, folder)
     weights, variant, tensors = _fitted(bundle, name, folder)
     check_instruction(tokenizer_of(bundle), name, weights.instruction, bundle.geometry.context)
-    own, functions = f"{ADAPTERS}/{name}", dict(variant.functions)
-    app = weights.entry(
-        name, manifest.model.sha256, AdapterKind.SLOT, folder=own, files=(f"{own}/{file}",), functions=functions
-    )
+    own, functions, base = f"{ADAPTERS}/{name}", dict(variant.functions), manifest.model.sha256
+    app = weights.entry(name, base, AdapterKind.SLOT, folder=own, files=(f"{own}/{file}",), functions=functions)
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle)
@@ -59,24 +57,18 @@ def _fitted(bundle: Bundle, name: str, folder: Path) -> tuple[AdapterWeights, Va
     apps, or with too few streams for the tree.
     """
     if LAYOUT_ROLE not in bundle.manifest.roles:
-        raise InputError(
-            f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
-            f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
-        )
+        how = f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
+        raise InputError(f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; {how}")
     weights, g = AdapterWeights.read(folder), bundle.geometry
     if weights.settings is not None:
         weights.settings.base.check(bundle.manifest.model, f"adapter {folder}")
-        if weights.settings.streams.gamma < g.gamma:
-            raise InputError(
-                f"{folder} has γ = {weights.settings.streams.gamma} streams, the draft tree of {bundle.folder} is "
-                f"{g.gamma} deep"
-            )
+        if (gamma := weights.settings.streams.gamma) < g.gamma:
+            raise InputError(f"{folder} has γ = {gamma} streams, the draft tree of {bundle.folder} is {g.gamma} deep")
     layout = read_layout(bundle.file(LAYOUT_ROLE))
     variant = layout.variant(weights.variant.name)
     if variant is None:
-        there = "; ".join(variant.described for variant in layout.variants)
-        raise InputError(
-            f"{bundle.folder} has no graphs for {weights.variant.described}; it has those for {there}. Export a "
-            f"bundle with this app among its own: ssdevice export --slots --adapter {name}={folder} .."
-        )
+        graphs = f"graphs for {weights.variant.described}; it has those for "
+        graphs += "; ".join(variant.described for variant in layout.variants)
+        how = f"Export a bundle with this app among its own: ssdevice export --slots --adapter {name}={folder} .."
+        raise InputError(f"{bundle.folder} has no {graphs}. {how}")
     return weights, variant, fill(weights, variant, g.gamma, layout.hidden)

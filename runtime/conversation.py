@@ -32,16 +32,12 @@ class Conversation:
     """
 
     def __init__(self, engine: "Engine", beside: "Conversation | None" = None) -> None:
-        self.engine = engine
-        self.geometry = engine.geometry
-        self.length = 0
-        self.cancelled = False
+        self.engine, self.geometry = engine, engine.geometry
+        self.length, self.cancelled = 0, False
         # With an internal cache functions are given the same, or more.
         specs = contract.functions(engine.geometry, contract.CacheForm.INTERNAL, "").values()
-        given = {tensor.name: tensor for spec in specs for tensor in spec.inputs}
-        self._inputs: dict[str, NDArray[Any]] = {
-            name: np.zeros([int(size) for size in tensor.shape], tensor.dtype) for name, tensor in given.items()
-        }
+        given = [tensor for spec in specs for tensor in spec.inputs]
+        self._inputs = {tensor.name: np.zeros(list(map(int, tensor.shape)), tensor.dtype) for tensor in given}
         self.drafts = self.verified = self._inputs[contract.DRAFTS]
         self.text: list[int] = []
         self.chosen_by(None)
@@ -161,10 +157,6 @@ class Conversation:
         most = max(0, min(self.length, len(tokens) - 1))
         return next((i for i in range(most) if self.text[i] != tokens[i]), most)
 
-    def rows(self, start: int, end: int) -> NDArray[Any] | None:
-        """See ``Cache.rows``."""
-        return self.cache.rows(start, end)
-
     def _logits(self, function: str, last: int) -> NDArray[np.float32]:
         self._inputs[contract.ROOT][0] = last
         return self._call(function)[contract.LOGITS]
@@ -189,8 +181,7 @@ class Conversation:
         self.cache.commit(out, self.length, rows)
 
     def _check(self, function: str, ids: list[int]) -> None:
-        if min(ids) < 0 or max(ids) >= self.geometry.vocab:
-            wrong = next(i for i in ids if not 0 <= i < self.geometry.vocab)
-            raise BundleError(
-                f"{self.engine.source}: {function} returned token {wrong}, the model has {self.geometry.vocab}"
-            )
+        vocab = self.geometry.vocab
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = next(i for i in ids if not 0 <= i < vocab)
+            raise BundleError(f"{self.engine.source}: {function} returned token {wrong}, the model has {vocab}")

@@ -57,9 +57,7 @@ class Cache(ABC):
     """
 
     def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.native_seconds = 0.0
-        self.alone = 0
+        self.inputs, self.native_seconds, self.alone = inputs, 0.0, 0
 
     @abstractmethod
     def call(self, function: str, length: int) -> Outputs:
@@ -106,10 +104,7 @@ class Engine(ABC):
     kernels: Any = None
 
     def __init__(self, geometry: Geometry, functions: frozenset[str], source: Path) -> None:
-        self.geometry = geometry
-        self.functions = functions
-        self.source = source
-        self.closed = False
+        self.geometry, self.functions, self.source, self.closed = geometry, functions, source, False
 
     @abstractmethod
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> Cache:
@@ -145,11 +140,8 @@ def check_cache(bundle: Bundle, form: CacheForm, dtype: str | None = None) -> No
     """Raise BundleError for a cache that the target's engine does not have; ``dtype``: None for any."""
     found = bundle.manifest
     if found.cache is not form or dtype not in (None, found.cache_dtype):
-        expected = f"{dtype} in form {form}" if dtype else f"form {form}"
-        raise BundleError(
-            f"{bundle.folder}: a {found.cache_dtype} cache in form {found.cache}, "
-            f"{found.target} bundles have {expected}"
-        )
+        expected = f"{found.target} bundles have {f'{dtype} in form {form}' if dtype else f'form {form}'}"
+        raise BundleError(f"{bundle.folder}: a {found.cache_dtype} cache in form {found.cache}, {expected}")
 
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:

@@ -63,8 +63,9 @@ class Lookup:
             self._text, self._indexed = text, 0
             self._ends.clear()
         text[conversation.length :] = [last]
-        self._index()
-        self._differing = None
+        for end in range(max(self._indexed, self.shortest), len(text)):
+            self._ends.setdefault(tuple(text[end - self.shortest : end]), []).append(end)
+        self._indexed, self._differing = len(text), None
         for depth, candidates in enumerate(conversation.drafts.tolist()):
             best, found = candidates[0], self._next()
             if found is not None and found != best:
@@ -75,12 +76,6 @@ class Lookup:
                     best = found
             text.append(best)
         del text[conversation.length :]
-
-    def _index(self) -> None:
-        text = self._text
-        for end in range(max(self._indexed, self.shortest), len(text)):
-            self._ends.setdefault(tuple(text[end - self.shortest : end]), []).append(end)
-        self._indexed = len(text)
 
     def _next(self) -> int | None:
         """The token that followed the longest match of the text's end; the last occurrence wins a tie."""

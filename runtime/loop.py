@@ -89,10 +89,9 @@ def decode(
         emitted += len(run)
         conversation.length = start + emitted - 1  # the next call overwrites the rows of tokens that do not count
         room = min(max_tokens - emitted, conversation.geometry.context - conversation.length)
-        reason = None
-        if emission.stopped or room <= 0:
-            full = Reason.MAX_TOKENS if emitted >= max_tokens else Reason.CONTEXT
-            reason = Reason.STOP if emission.stopped else full
+        reason = Reason.STOP if emission.stopped else None
+        if reason is None and room <= 0:
+            reason = Reason.MAX_TOKENS if emitted >= max_tokens else Reason.CONTEXT
         yield Run(tuple(run), emission.text, reason)
         if reason is not None:
             return
@@ -105,10 +104,8 @@ def check_prompt(geometry: Geometry, prompt: Sequence[int], committed: int) -> N
         raise InputError("the prompt is empty")
     if committed + len(prompt) > geometry.context:
         before = f" after {committed} tokens of the conversation so far" if committed else ""
-        raise ContextOverflowError(
-            f"the prompt has {len(prompt)} tokens{before}, the bundle was exported for a context of "
-            f"{geometry.context}; shorten it, or export again with a larger --context"
-        )
+        room = f"a context of {geometry.context}; shorten it, or export again with a larger --context"
+        raise ContextOverflowError(f"the prompt has {len(prompt)} tokens{before}, the bundle was exported for {room}")
     for token in (min(prompt), max(prompt)):
         if not 0 <= token < geometry.vocab:
             raise InputError(f"token {token} is not one of the model's {geometry.vocab}")

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -21,15 +21,6 @@ from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
 from ssdevice.text.tokenizer_limits import MAX_BYTES
 
 
-@dataclass(frozen=True)
-class OpenApp:
-    """An app that a session has used."""
-
-    engine: Engine
-    conversation: Conversation
-    instruction: str
-
-
 class OpenBundle:
     """A bundle, or an engine without one, as one of its apps at a time, and a conversation with it.
 
@@ -37,14 +28,11 @@ class OpenBundle:
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.instruction = instruction
+        self.engine, self.tokenizer, self.instruction, self.app = engine, tokenizer, instruction, ""
         self._bundle: Bundle | None = None
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
-        self._apps: dict[str, OpenApp] = {}
-        self.app = ""
+        self._apps: dict[str, Conversation] = {}  # those that the session has used
         self._chat = Chat()  # replaced by another whenever the conversation continues
 
     @classmethod
@@ -76,7 +64,7 @@ class OpenBundle:
         with _closed_on_error(open_engine(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
             session._bundle, session._options, session.app = opened, options, found.name
-            session._apps[found.name] = OpenApp(engine, session._conversation, found.instruction)
+            session._apps[found.name] = session._conversation
             if resume is not None:
                 session._chat = restore(resume, opened, found.name, session._conversation)
         return session
@@ -103,9 +91,8 @@ class OpenBundle:
 
         Switching back to an app takes microseconds; see ``preload``. Raises InputError for an unknown app.
         """
-        opened = self._opened(app)
-        self.engine, self._conversation, self.instruction = opened.engine, opened.conversation, opened.instruction
-        self.app = app
+        self._conversation = self._opened(app)
+        self.engine, self.app, self.instruction = self._conversation.engine, app, self.bundle.app(app).instruction
         self.reset()
 
     def engine_of(self, app: str) -> Engine:
@@ -117,14 +104,13 @@ class OpenBundle:
         for app in arguments.texts("app", apps) or [app.name for app in self.bundle.manifest.apps]:
             self._opened(app).engine.warm()
 
-    def _opened(self, app: str) -> OpenApp:
+    def _opened(self, app: str) -> Conversation:
         arguments.text("app", app)
         if self.engine.closed:
             raise InputError(f"app {app!r}: the session was closed")
         if app not in self._apps:
-            instruction = self.bundle.app(app).instruction
-            with _closed_on_error(open_engine(self.bundle, app, self._options)) as engine:
-                self._apps[app] = OpenApp(engine, engine.new_conversation(self._conversation), instruction)
+            with _closed_on_error(open_engine(self.bundle, self.bundle.app(app).name, self._options)) as engine:
+                self._apps[app] = engine.new_conversation(self._conversation)
         return self._apps[app]
 
     def reset(self) -> None:
@@ -177,8 +163,6 @@ def _closed_on_error(engine: Engine) -> Iterator[Engine]:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
 S = TypeVar("S", bound=OpenBundle)
 
 

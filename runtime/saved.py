@@ -52,7 +52,7 @@ def save(file: str | Path, bundle: Bundle, app: str, conversation: Conversation,
         raise InputError("there is nothing to save: nothing has been computed since the conversation began")
     if file.is_dir():
         raise InputError(f"{file} is a folder, expected a file name")
-    rows, text = conversation.rows(0, conversation.length), tuple(conversation.text[: conversation.length])
+    rows, text = conversation.cache.rows(0, conversation.length), tuple(conversation.text[: conversation.length])
     assert rows is not None
     saved = Saved(_identity(bundle), app, text, chat.messages, chat.tools, chat.template)
     description = np.frombuffer(json.dumps(dataclasses.asdict(saved)).encode(), np.int8)
@@ -117,7 +117,5 @@ def _identity(bundle: Bundle) -> str:
 
 def _check_target(bundle: Bundle) -> None:
     if bundle.manifest.cache is not CacheForm.EXTERNAL:
-        raise InputError(
-            f"{bundle.folder}: {bundle.manifest.target} keeps the KV cache inside its graphs; only conversations of "
-            "bundles with an external cache (ONNX) can be saved and resumed"
-        )
+        others = "only conversations of bundles with an external cache (ONNX) can be saved and resumed"
+        raise InputError(f"{bundle.folder}: {bundle.manifest.target} keeps the KV cache inside its graphs; {others}")

@@ -189,12 +189,11 @@ class Session(OpenBundle):
         inexact = sampling is not None and bool(sampling.typical_acceptance) and mode in (SPECULATIVE, ADAPTIVE)
 
         def runs() -> Generator[Run, None, None]:
-            if self._conversation is not conversation or (
-                turn and turn.before is not None and turn.before is not self._chat
-            ):
+            before = turn.before if turn else None
+            if self._conversation is not conversation or (before is not None and before is not self._chat):
                 raise InputError(LOST)
             conversation.length = begun = conversation.shared(prompt)
-            if turn is None or turn.before is None:
+            if before is None:
                 self._chat = Chat()
             answer = self._last = self._running = Generation(
                 len(prompt), cached_tokens=begun, dropped=turn.dropped if turn else 0, inexact=inexact
@@ -232,10 +231,8 @@ class Session(OpenBundle):
         if sampling is None or sampling.greedy:
             return None
         if VERIFY_PLAIN not in self.engine.functions:
-            raise InputError(
-                f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; "
-                "for sampling, structures and log-probabilities export it with --choose host"
-            )
+            how = "for sampling, structures and log-probabilities export it with --choose host"
+            raise InputError(f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; {how}")
         if mode == PLAIN_STEP:
             raise InputError(f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'")
         vocab = self.engine.geometry.vocab
@@ -243,10 +240,8 @@ class Session(OpenBundle):
         return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar, self.engine.kernels)
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
-        known, choosing = self._adaptive.setdefault(conversation, {}), conversation.chooser is not None
-        if choosing not in known:
-            known[choosing] = Adaptive(Lookup() if self.streams else LookupOnly())
-        return known[choosing]
+        known, new = self._adaptive.setdefault(conversation, {}), Adaptive(Lookup() if self.streams else LookupOnly())
+        return known.setdefault(conversation.chooser is not None, new)
 
 
 def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:

@@ -255,9 +255,8 @@ class SplitEngine(Engine):
         ours, at = device.geometry, link.at
         limits = link.limits() or Limits(at.drafts, ours.context, link.tokenizer)
         context, drafts = min(ours.context, limits.context), min(at.drafts, limits.drafts)
-        geometry = replace(
-            ours, gamma=drafts, k=1, tree=Tree.chain(drafts), context=context, chunk=min(context, MAX_CHUNK), hidden=0
-        )
+        tree, chunk = Tree.chain(drafts), min(context, MAX_CHUNK)
+        geometry = replace(ours, gamma=drafts, k=1, tree=tree, context=context, chunk=chunk, hidden=0)
         super().__init__(geometry, frozenset({contract.PREFILL, contract.STEP}), device.source)
         self.device, self.link = device, link
 
@@ -310,13 +309,8 @@ class SplitCache(Cache):
             own = self._following([*self.text, tokens[-1]], min(len(after), self.geometry.context - self.held))
             after[: len(own), 0] = own
         self.native_seconds = self.mine.cache.native_seconds
-        found = np.array(tokens, np.int32)
-        return {
-            contract.NEXT_ROOT: found,
-            contract.TOKENS: found,
-            contract.COUNT: np.array([len(found)]),
-            contract.NEXT_DRAFTS: after,
-        }
+        found, count = np.array(tokens, np.int32), np.array([len(tokens)])
+        return {contract.NEXT_ROOT: found, contract.TOKENS: found, contract.COUNT: count, contract.NEXT_DRAFTS: after}
 
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
         raise InputError("a conversation that a server verifies cannot be saved")

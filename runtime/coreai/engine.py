@@ -47,9 +47,8 @@ class OpenAsset:
             self._model = self._wait(self._enter())
         except Exception as error:
             self.close()
-            raise BundleError(
-                f"{path}: Core AI cannot open it ({first_line(error)}); export the bundle again"
-            ) from error
+            why = first_line(error)
+            raise BundleError(f"{path}: Core AI cannot open it ({why}); export the bundle again") from error
 
     def function(self, name: str) -> Any:
         """A function of the asset, loaded on first use. Raises BundleError for one that it does not have."""
@@ -142,8 +141,7 @@ class CoreAICache(Cache):
 
     def __init__(self, engine: CoreAIEngine, inputs: Inputs) -> None:
         super().__init__(inputs)
-        g = engine.geometry
-        self.engine = engine
+        self.engine, g = engine, engine.geometry
         shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
         # The runtime's own new arrays hold anything, also what masks cannot hide: NaN.
         self.state = {name: CoreAIArray(np.zeros(shape, CACHE_DTYPE)) for name in (KEYS, VALUES)}
@@ -157,5 +155,4 @@ class CoreAICache(Cache):
         return {name: array.numpy() for name, array in outputs.items() if name != LOGITS or shown}
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
-        keys, values = (self.state[name].numpy() for name in (KEYS, VALUES))
-        return rows_of_state(keys, values, start, end)
+        return rows_of_state(self.state[KEYS].numpy(), self.state[VALUES].numpy(), start, end)

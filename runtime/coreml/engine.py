@@ -60,9 +60,8 @@ class AppleProgram:
 
     def _model(self, function: str) -> Any:
         if function not in self._models:
-            self._models[function] = self._coremltools.models.MLModel(
-                str(self.path), function_name=function, compute_units=self._units
-            )
+            model = self._coremltools.models.MLModel
+            self._models[function] = model(str(self.path), function_name=function, compute_units=self._units)
         return self._models[function]
 
 
@@ -121,17 +120,16 @@ class CoreMLCache(Cache):
 def open_engine(bundle: "Bundle", app: str | None, options: EngineOptions) -> CoreMLEngine:
     """The engine of a Core ML bundle. Raises BundleError for another cache form or another package."""
     check_cache(bundle, CacheForm.INTERNAL)
-    names = bundle.function_names(app)
-    package = bundle.file(MODEL)
-    opened = Package.open(package)
-    check_package(opened, bundle.functions, names)
+    names, package = bundle.function_names(app), Package.open(bundle.file(MODEL))
+    check_package(package, bundle.functions, names)
     program: Program
     if sys.platform == "darwin":
         file = bundle.file(SETTINGS)
-        program = AppleProgram(package, str(parse_strict(file.read_bytes(), str(file)).get("compute_units", "all")))
+        units = str(parse_strict(file.read_bytes(), str(file)).get("compute_units", "all"))
+        program = AppleProgram(package.path, units)
     else:
         say_once(SLOW)
-        program = Interpreter(opened)
+        program = Interpreter(package)
     return CoreMLEngine(program, bundle.geometry, names)
 
 
@@ -141,10 +139,9 @@ def check_package(package: Package, functions: Mapping[str, FunctionSpec], names
     ``functions``: their specs in the manifest; ``names``: their names in the package.
     """
     if package.specification_version < SPECIFICATION:
-        raise BundleError(
-            f"{package.path}: its deployment target is too old: model files of version "
-            f"{package.specification_version} have no states, {SPECIFICATION} (iOS 18) is needed; export again"
-        )
+        own = f"model files of version {package.specification_version} have no states"
+        needed = f"{SPECIFICATION} (iOS 18) is needed; export again"
+        raise BundleError(f"{package.path}: its deployment target is too old: {own}, {needed}")
     for name, function in names.items():
         expected, found = functions[name], package.spec(function)
         for kind in ("inputs", "outputs", "states"):
@@ -153,8 +150,6 @@ def check_package(package: Package, functions: Mapping[str, FunctionSpec], names
                 wanted -= {tensor for tensor in wanted - given if tensor.name == NEXT_DRAFTS}
             if wanted != given:
                 odd = min(wanted ^ given, key=lambda tensor: (tensor.name, tensor in wanted))
-                where = "lacks" if odd in wanted else "has another"
-                raise BundleError(
-                    f"{package.path}: function {function!r} {where} {kind[:-1]} {odd.name!r} "
-                    f"({odd.dtype} {list(odd.shape)}); package and manifest do not belong together"
-                )
+                what = f"{'lacks' if odd in wanted else 'has another'} {kind[:-1]} {odd.name!r}"
+                what += f" ({odd.dtype} {list(odd.shape)}); package and manifest do not belong together"
+                raise BundleError(f"{package.path}: function {function!r} {what}")

@@ -27,20 +27,13 @@ MAX_DIMENSIONS = 6
 GRAPH_FLOATS = {1: 6, 2: 5}
 """XNNPACK's datatypes that are no quantized ones -> ExecuTorch's ScalarType."""
 KINDS = {
-    "TensorType": {TENSOR},
-    "IntType": {INT},
-    "BoolType": {BOOL},
-    "FloatType": {DOUBLE},
-    "NumberType": {INT, BOOL, DOUBLE},
-    "StringType": {STRING},
-}
+    "TensorType": {TENSOR}, "IntType": {INT}, "BoolType": {BOOL}, "FloatType": {DOUBLE},
+    "NumberType": {INT, BOOL, DOUBLE}, "StringType": {STRING},
+}  # fmt: skip
 LISTS = {
-    "IntType": {INTS},
-    "BoolType": {BOOLS},
-    "FloatType": {DOUBLES},
-    "TensorType": {TENSORS},
+    "IntType": {INTS}, "BoolType": {BOOLS}, "FloatType": {DOUBLES}, "TensorType": {TENSORS},
     "OptionalType": {OPTIONAL_TENSORS, TENSORS},
-}
+}  # fmt: skip
 
 
 def check_program(file: Path) -> None:
@@ -175,18 +168,16 @@ def _check_memory(plans: Sequence[_Plan]) -> None:
     Methods that share a cache all have memory for the whole of it, so the tensors of all methods count.
     """
     ends = Counter[int]()
-    for plan in plans:
-        for entry in plan.plan.tables(2):
-            if entry.byte(0) == TENSOR and entry.table(1).has(6):
-                tensor, where = entry.table(1), entry.table(1).table(6)
-                end = _offset(where) + prod(tensor.integers(2)) * ITEM_BYTES[tensor.byte(0)]
-                ends[where.integer(0)] = max(ends[where.integer(0)], end)
+    for entry in (entry for plan in plans for entry in plan.plan.tables(2)):
+        if entry.byte(0) == TENSOR and entry.table(1).has(6):
+            tensor, where = entry.table(1), entry.table(1).table(6)
+            end = _offset(where) + prod(tensor.integers(2)) * ITEM_BYTES[tensor.byte(0)]
+            ends[where.integer(0)] = max(ends[where.integer(0)], end)
+    taken = sum(ends.values())
     for plan in plans:
         sizes = plan.plan.integers(8, "q")
-        if min(sizes, default=0) < 0 or sum(sizes) > sum(ends.values()) + PADDING:
-            raise ValueError(
-                f"{plan.plan.text(0)}: memory of {str(sizes)[:60]} bytes, its tensors take {sum(ends.values())}"
-            )
+        if min(sizes, default=0) < 0 or sum(sizes) > taken + PADDING:
+            raise ValueError(f"{plan.plan.text(0)}: memory of {str(sizes)[:60]} bytes, its tensors take {taken}")
 
 
 def _offset(where: Table) -> int:

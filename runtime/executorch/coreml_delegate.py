@@ -187,14 +187,12 @@ class _Reader:
         self._unpack(key)
         inputs, outputs = self.names[function]
         spec = self.package.spec(function)
-        types = {tensor.name: (tensor.shape, tensor.dtype) for tensor in (*spec.inputs, *spec.outputs)}
+        own = {tensor.name: (tensor.shape, tensor.dtype) for tensor in (*spec.inputs, *spec.outputs)}
         calls = []
         for name, (place, value) in zip((*inputs, *outputs), arguments, strict=True):
             shape, dtype = _form(value)
-            if types.get(name) != (shape, np.dtype(dtype).name):
-                raise ValueError(
-                    f"{function}: a call has {name!r} as {shape} {dtype}, the package as {types.get(name)}"
-                )
+            if own.get(name) != (shape, np.dtype(dtype).name):
+                raise ValueError(f"{function}: a call has {name!r} as {shape} {dtype}, the package as {own.get(name)}")
             calls.append((name, place))
         return function, tuple(calls[: len(inputs)]), tuple(calls[len(inputs) :])
 

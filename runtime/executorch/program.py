@@ -35,6 +35,7 @@ SET_ADAPTER = "set_adapter"
 SCHEMA = "schema_version"
 """The constant method that returns the version of the program's schema."""
 Array = NDArray[np.float32]
+Specs = Mapping[str, FunctionSpec]
 
 
 class _ThreadPool:
@@ -49,10 +50,9 @@ class _ThreadPool:
         portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
         with self.lock:
             if threads and self.loaded and threads != portable._threadpool_get_thread_count():
-                raise InputError(
-                    f"{threads} threads: ExecuTorch has one pool per process, which already runs with "
-                    f"{portable._threadpool_get_thread_count()}; close the other sessions first"
-                )
+                running = f"which already runs with {portable._threadpool_get_thread_count()}"
+                pool = f"ExecuTorch has one pool per process, {running}; close the other sessions first"
+                raise InputError(f"{threads} threads: {pool}")
             if threads and not self.loaded:
                 with native_silence():  # it asks for files of phones
                     portable._unsafe_reset_threadpool(threads)
@@ -91,13 +91,9 @@ class LoadedProgram:
     _shared: ClassVar["weakref.WeakValueDictionary[Hashable, LoadedProgram]"] = weakref.WeakValueDictionary()
     _table: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(
-        self, file: Path, geometry: Geometry, specs: Mapping[str, FunctionSpec], options: EngineOptions
-    ) -> None:
-        self.file, self.geometry, self.options = file, geometry, options
-        self.specs = dict(specs)
-        self.lock = threading.RLock()
-        self.users = 0
+    def __init__(self, file: Path, geometry: Geometry, specs: Specs, options: EngineOptions) -> None:
+        self.file, self.geometry, self.specs, self.options = file, geometry, dict(specs), options
+        self.lock, self.users = threading.RLock(), 0
         self._methods: dict[str, Any] = {}
         self._unload = weakref.finalize(self, _unload, self._methods)  # also for programs that were never closed
         self._program: Any = load_program(file)
@@ -105,16 +101,12 @@ class LoadedProgram:
         self._owner: weakref.ref[ExecutorchCache] | None = None
         self._installed: AdapterSlots | None = None  # slots start as zeros, which is the bare base
         self._slots: dict[str, Any] = {}
-        missing = sorted(set(specs) - self._program.method_names)
-        if missing:
-            raise BundleError(
-                f"{file}: the program has no {missing[0]}; it has {', '.join(sorted(self._program.method_names))}"
-            )
+        known = self._program.method_names
+        if missing := sorted(set(specs) - known):
+            raise BundleError(f"{file}: the program has no {missing[0]}; it has {', '.join(sorted(known))}")
 
     @classmethod
-    def of(
-        cls, bundle: "Bundle", file: Path, specs: Mapping[str, FunctionSpec], options: EngineOptions
-    ) -> "LoadedProgram":
+    def of(cls, bundle: "Bundle", file: Path, specs: Specs, options: EngineOptions) -> "LoadedProgram":
         """The LoadedProgram that all engines of this program share, loaded by the first of them."""
         key = (file.resolve(), next(e.sha256 for p, e in bundle.manifest.files.items() if bundle.folder / p == file))
         with cls._table:
@@ -165,9 +157,8 @@ class LoadedProgram:
     def _check_shapes(self, what: str, metas: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
         found, shapes = [tuple(meta.sizes()) for meta in metas], [tuple(tensor.shape) for tensor in expected]
         if found != shapes:
-            raise BundleError(
-                f"{self.file}: {what} tensors of shapes {found}, the manifest says {shapes}; export the bundle again"
-            )
+            said = f"{what} tensors of shapes {found}, the manifest says {shapes}"
+            raise BundleError(f"{self.file}: {said}; export the bundle again")
 
     def _check_schema(self) -> None:
         """Raise BundleError unless the program has the schema version that this runtime reads."""
@@ -175,9 +166,8 @@ class LoadedProgram:
             raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
         found = next(iter(self._program.load_method(SCHEMA).execute([])), None)
         if found != SCHEMA_VERSION:
-            raise BundleError(
-                f"{self.file}: a program with schema {found}, this runtime reads {SCHEMA_VERSION}; export it again"
-            )
+            expected = f"this runtime reads {SCHEMA_VERSION}; export it again"
+            raise BundleError(f"{self.file}: a program with schema {found}, {expected}")
 
     def states(self, function: str) -> list[Any]:
         """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer.
@@ -223,9 +213,8 @@ class LoadedProgram:
             states = {name: self._slot(adapter, name, value) for name, value in adapter.tensors.items()}
             slots = self.method(SET_ADAPTER).method_meta().num_inputs()
             if slots != len(states):
-                raise BundleError(
-                    f"{adapter.file}: {len(states)} tensors, the program has {slots} slots; export the bundle again"
-                )
+                found = f"{len(states)} tensors, the program has {slots} slots"
+                raise BundleError(f"{adapter.file}: {found}; export the bundle again")
             for name, state in states.items():
                 state.copy_(self.tensor(adapter.tensors[name]))
             self._slots = states
@@ -240,10 +229,8 @@ class LoadedProgram:
             except RuntimeError as error:
                 raise BundleError(f"{adapter.file}: the program has no slot {name!r}; export it again") from error
         if tuple(state.shape) != value.shape:
-            raise BundleError(
-                f"{adapter.file}: {name!r} has shape {list(value.shape)}, its slot {list(state.shape)}; "
-                "export the bundle again"
-            )
+            found = f"{name!r} has shape {list(value.shape)}, its slot {list(state.shape)}"
+            raise BundleError(f"{adapter.file}: {found}; export the bundle again")
         return state
 
     def release(self) -> None:

@@ -61,10 +61,8 @@ class AdapterTensors:
             if value is None:
                 raise BundleError(f"{self.file}: has no {wanted.name!r}, which {where} needs; add the app again")
             if value.data_type() != wanted.type or not fits(value.shape(), wanted.shape):
-                raise BundleError(
-                    f"{self.file}: {wanted.name!r} is {value.data_type()} {list(value.shape())}, "
-                    f"{where} needs {wanted.type} {list(wanted.shape)}"
-                )
+                found = f"{wanted.name!r} is {value.data_type()} {list(value.shape())}"
+                raise BundleError(f"{self.file}: {found}, {where} needs {wanted.type} {list(wanted.shape)}")
 
 
 def fits(shape: Sequence[int | str], declared: Sequence[int | str | None]) -> bool:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -63,10 +64,7 @@ class OnnxEngine(Engine):
         super().__init__(geometry, frozenset(files), next(iter(files.values()), Path()).parent)
         self.files = {function: file.absolute() for function, file in files.items()}
         self._checked = {file: _identity(file) for file in self.files.values()}
-        self.shared = shared
-        self.adapter = adapter
-        self.options = options
-        self.cache_dtype = cache_dtype
+        self.shared, self.adapter, self.options, self.cache_dtype = shared, adapter, options, cache_dtype
         self.specs = functions(geometry, CacheForm.EXTERNAL, cache_dtype)
         self._library = kernels.library() if options.kernels else None
         self.kernels = kernels.loaded(self._library) if self._library is not None else None
@@ -83,10 +81,8 @@ class OnnxEngine(Engine):
     def session(self, function: str) -> ort.InferenceSession:
         """The session of a function, opened on first use. Raises BundleError."""
         if function not in self._sessions:
-            file = self.files[function]
-            opened = (
-                self._open(function) if self.shared is None else self.shared.open(file, lambda: self._open(function))
-            )
+            opening = partial(self._open, function)
+            opened = opening() if self.shared is None else self.shared.open(self.files[function], opening)
             self._check(function, opened)
             self._sessions[function] = opened
         return self._sessions[function]

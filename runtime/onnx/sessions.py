@@ -51,11 +51,7 @@ class SharedBase:
         adapters = {path for app in bundle.manifest.apps for path in app.files}
         content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in adapters)
         with cls._lock:
-            key = (bundle.folder.resolve(), content, options)
-            found = cls._all.get(key)
-            if found is None:
-                found = cls._all[key] = cls()
-            return found
+            return cls._all.setdefault((bundle.folder.resolve(), content, options), cls())
 
     def open(self, file: Path, opening: Callable[[], ort.InferenceSession]) -> ort.InferenceSession:
         """The session of a graph, opened by the first engine that needs it."""
@@ -82,9 +78,8 @@ def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpe
         tensor = found[spec.name]
         if tensor.type != TYPES.get(spec.dtype, spec.dtype) or not fits(spec.shape, tensor.shape):
             sizes = [size if isinstance(size, int) else None for size in tensor.shape]
-            raise BundleError(
-                f"{where} has {spec.name!r} as {tensor.type} {sizes}, the manifest says {spec.dtype} {list(spec.shape)}"
-            )
+            wanted = f"the manifest says {spec.dtype} {list(spec.shape)}"
+            raise BundleError(f"{where} has {spec.name!r} as {tensor.type} {sizes}, {wanted}")
 
 
 def kernel_times(file: Path) -> list[Kernel]:

@@ -76,11 +76,9 @@ class Chooser:
         library: object = None,
     ) -> None:
         sampling.check_ids(vocab)
-        self.sampling = sampling
+        self.sampling, self._processed, self._grammar = sampling, sampling.processed, grammar
         self.logprobs: list[Logprobs] = []
-        self._processed = sampling.processed
         self._processors = Processors(sampling, prompt, stops, vocab)
-        self._grammar = grammar
         self._compiled = Compiled(library, sampling) if library is not None else None
 
     def forced(self) -> Sequence[int]:
@@ -116,8 +114,7 @@ class Chooser:
         """
         if not (s := self.sampling).typical_acceptance:
             return [0]
-        likely = {0: 0.0}  # node -> the logarithm of its path's probability
-        held = [-1, *(int(drafts[len(ranks) - 1, ranks[-1]]) for ranks in tree.paths[1:])]
+        likely, held = {0: 0.0}, drafted(tree, drafts)  # node -> the logarithm of its path's probability; its token
         for parent in range(tree.size):
             children = [node for node in range(parent + 1, tree.size) if tree.parents[node] == parent]
             if parent in likely and children:
@@ -247,18 +244,17 @@ def walk(
     ``choose``: the token after a node. The path goes on to the lowest child that holds it, and ends where none does.
     ``taken``: how the path begins, whatever is chosen.
     """
-    path = list(taken)
-    tokens = [int(drafts[len(tree.paths[node]) - 1, tree.paths[node][-1]]) for node in path[1:]]
+    path, held = list(taken), drafted(tree, drafts)
+    tokens = [held[node] for node in path[1:]]
     while True:
-        token = choose(path[-1])
-        tokens.append(token)
-        ranks = tree.paths[path[-1]]
-        children = (
-            node
-            for node in range(path[-1] + 1, tree.size)
-            if tree.paths[node][:-1] == ranks and drafts[len(ranks), tree.paths[node][-1]] == token
-        )
-        child = next(children, None)
+        tokens.append(choose(path[-1]))
+        children = (node for node in range(path[-1] + 1, tree.size) if tree.parents[node] == path[-1])
+        child = next((node for node in children if held[node] == tokens[-1]), None)
         if child is None:
             return path, tokens
         path.append(child)
+
+
+def drafted(tree: Tree, drafts: NDArray[np.int32]) -> list[int]:
+    """The token that each node of a tree has in ``drafts [γ, k]``; -1 for the root."""
+    return [-1, *(int(drafts[len(ranks) - 1, ranks[-1]]) for ranks in tree.paths[1:])]

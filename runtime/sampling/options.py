@@ -76,10 +76,8 @@ class Sampling(Ruled):
         if not all(self.bad_words):
             raise InputError("bad_words has a sequence without tokens")
         if self.typical_acceptance and (not self.temperature or self.processed or self.structure is not None):
-            raise InputError(
-                "typical_acceptance goes with a temperature above 0 and truncations, not with a structure or what else "
-                "changes logits"
-            )
+            others = "not with a structure or what else changes logits"
+            raise InputError(f"typical_acceptance goes with a temperature above 0 and truncations, {others}")
 
     @classmethod
     def sampled(cls, model: ModelSampling | None, **asked: Any) -> Self:
@@ -134,16 +132,13 @@ class Processors:
         self._stops = [stop for stop in stops if stop < vocab]  # a tokenizer may have more tokens than the model
         # As in transformers, where a stop token is not banned: no answer would end.
         self._bad = [word for word in sampling.bad_words if len(word) > 1 or word[0] not in stops]
-        self._seen = np.zeros(vocab, bool)
+        self._seen, self._counts = np.zeros(vocab, bool), np.zeros(vocab, np.float32)
         self._seen[self.ids] = True
-        self._counts = np.zeros(vocab, np.float32)
         self._followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for end in range(1, len(self.ids) + 1):
             self._index(end)
-        self._bias = (
-            np.array(list(sampling.logit_bias), np.int64),
-            np.array(list(sampling.logit_bias.values()), np.float32),
-        )
+        bias = sampling.logit_bias
+        self._bias = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
 
     def accept(self, token: int) -> None:
         """Take in the next token of the answer."""

@@ -35,9 +35,8 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 two values is certain."""
 LIMITS = {"initial_lexer_fuel": 200_000, "verbose_errors": False}
 """Beside llguidance's own limits of size, of states, and of work for a token. A grammar may take 0.5 s, not 4."""
-OF_BYTES = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
-).astype(np.float32)
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+OF_BYTES = np.where(_BITS, 0, -np.inf).astype(np.float32)
 """``[256, 8]``: what a byte of a mask adds to the scores of its eight tokens."""
 
 
@@ -112,9 +111,7 @@ class Grammar:
     """A structure's state in one answer. ``stops``: the tokens that end it; after one, nothing is forbidden."""
 
     def __init__(self, structure: Structure, matcher: Any, stops: Sequence[int]) -> None:
-        self._structure = structure
-        self._matcher = matcher
-        self._stops = tuple(stops)
+        self._structure, self._matcher, self._stops = structure, matcher, tuple(stops)
         self._ended = False
         self._forced: list[int] | None = None
         self._buffer: Scores | None = None  # fresh memory for every token would cost more than the sums in it

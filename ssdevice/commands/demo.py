@@ -133,8 +133,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
-    given = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    config = GgufConfig(gguf_file=gguf.name, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float16, quantization_config=config)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**given).save_pretrained(folder)
+    source, name = gguf.parent, gguf.name
+    config = GgufConfig(gguf_file=name, dequantize=True)
+    load = AutoModelForCausalLM.from_pretrained
+    load(source, gguf_file=name, dtype=torch.float16, quantization_config=config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)

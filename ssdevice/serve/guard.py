@@ -101,8 +101,8 @@ class Guard:
             raise Refusal(f"this server only answers to names of this machine: use http://{LOOPBACK}", 421)
         given = headers.get("authorization", "").encode()
         if self.key is not None and path != HEALTH and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refusal("a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key", headers=headers)
+            scheme = {"WWW-Authenticate": "Bearer"}
+            raise Refusal("a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key", headers=scheme)
         kind = BINARY if path.startswith(VERIFY) else "application/json"
         if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
             # Pages of other sites may post forms and plain text to this machine without being asked.

@@ -19,7 +19,6 @@ from ssdevice.runtime.apps import add_app
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.generation import Reason
 from ssdevice.runtime.loop import ADAPTIVE, MODES, SPECULATIVE
-from ssdevice.runtime.opened import OpenApp
 from ssdevice.runtime.session import Session
 from ssdevice.tree import Tree
 from tests.runtime.scripted import cache_of, continuation, make_session
@@ -209,10 +208,9 @@ def test_a_message_belongs_to_the_conversation_in_which_it_was_made() -> None:
 
 def test_an_answer_goes_with_the_app_it_was_asked_of() -> None:
     session = make_session(TREE)
-    session._bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None)))
-    session._apps = {
-        name: OpenApp(session.engine, session.engine.new_conversation(), "") for name in ("letters", "numbers")
-    }
+    app = SimpleNamespace(instruction="")
+    session._bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None), app=lambda _: app))
+    session._apps = {name: session.engine.new_conversation() for name in ("letters", "numbers")}
     session.use("letters")
     answer, kept = session.generate("hello", max_tokens=5), session.generate("hello", max_tokens=5)
     session.use("numbers")

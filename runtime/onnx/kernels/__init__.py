@@ -52,17 +52,9 @@ CAPPED_ATTENTION = "CappedAttention"
 REGION = "Region"
 """Several operators in one node; region.cpp says how its attribute ``text`` lists them."""
 IN_REGIONS = (
-    ADD_NORM,
-    GATED_SILU,
-    HALF_LINEAR,
-    HALF_TREE_ATTENTION,
-    INT4_LINEAR,
-    INT8_EMBEDDING,
-    INT8_LINEAR,
-    ROTARY_SPLIT,
-    TIED_EMBEDDING,
-    TREE_ATTENTION,
-)
+    ADD_NORM, GATED_SILU, HALF_LINEAR, HALF_TREE_ATTENTION, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR, ROTARY_SPLIT,
+    TIED_EMBEDDING, TREE_ATTENTION,
+)  # fmt: skip
 """Operators that a region takes."""
 ATTENTION = "ssdevice.attention"
 """Metadata of a graph that has no other attention than TREE_ATTENTION."""
@@ -199,10 +191,8 @@ def _check(file: Path) -> None:
 def _check_owner(path: Path) -> None:
     """Raise InputError if users other than this one and root can change a file or what is in a folder."""
     status = path.stat()
-    if status.st_uid not in (0, os.getuid()):
-        raise InputError(
-            f"{path} belongs to another user (id {status.st_uid}), whose kernels are not loaded; {ELSEWHERE}"
-        )
+    if (owner := status.st_uid) not in (0, os.getuid()):
+        raise InputError(f"{path} belongs to another user (id {owner}), whose kernels are not loaded; {ELSEWHERE}")
     if status.st_mode & OTHERS:
         mode = f"{status.st_mode & 0o777:o}"
         raise InputError(f"{path} can be changed by other users (mode {mode}); chmod go-w {path}, or {ELSEWHERE}")

@@ -124,7 +124,7 @@ def test_switching_opens_nothing_again_and_starts_anew(bundle: Bundle) -> None:
         session.use("sql")
         assert answer(session, PROMPTS[0]) == fresh
         assert {id(e.session(f)) for e in opened.values() for f in e.functions} == graphs  # type: ignore[attr-defined]
-        caches = {id(kept.conversation.cache.memory) for kept in session._apps.values()}  # type: ignore[attr-defined]
+        caches = {id(kept.cache.memory) for kept in session._apps.values()}  # type: ignore[attr-defined]
         assert len(caches) == 1
 
 
