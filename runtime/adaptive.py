@@ -33,8 +33,7 @@ class Adaptive:
     they do; then they are tried again, and what they emitted before is forgotten, for the text may be of another kind.
     Costs are compared between neighbouring calls, as a busy machine slows both kinds down, and kept. It serves one
     answer after another. ``step``: how a step is made; if it returns no tokens, there is no draft and the call is a
-    plain one. ``clock``: in seconds.
-    """
+    plain one. ``clock``: in seconds."""
 
     def __init__(self, step: Advance, clock: Callable[[], float] = perf_counter) -> None:
         self._step_once, self._clock = step, clock

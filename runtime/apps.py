@@ -22,10 +22,8 @@ from ssdevice.text.tokenizer import check_instruction
 
 def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
     """Add the adapter in ``folder`` to a bundle as app ``name``; neither torch nor the base's folder is needed.
-
     ``precision``: how its floats are stored. The bundle is written to a new folder and replaced at once. Returns a
-    sentence for the user. Raises InputError for an adapter that does not fit.
-    """
+    sentence for the user. Raises InputError for an adapter that does not fit."""
     manifest = bundle.manifest
     check_rule("an app's name", arguments.text("an app's name", name), NAME)
     folder = arguments.path("an adapter's folder", folder)
@@ -51,11 +49,9 @@ def signature_lost(bundle: Bundle) -> str:
 
 
 def _fitted(bundle: Bundle, name: str, folder: Path) -> tuple[AdapterWeights, Variant, dict[str, NDArray[Any]]]:
-    """The weights of the adapter in ``folder``, the bundle's variant that it needs, and its tensors for that.
-
-    Raises InputError for a bundle without slots, or an adapter for another base, of another kind than the bundle's
-    apps, or with too few streams for the tree.
-    """
+    """The weights of the adapter in ``folder``, the bundle's variant that it needs, and its tensors for that. Raises
+    InputError for a bundle without slots, or an adapter for another base, of another kind than the bundle's apps, or
+    with too few streams for the tree."""
     if LAYOUT_ROLE not in bundle.manifest.roles:
         how = f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
         raise InputError(f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; {how}")

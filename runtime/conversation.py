@@ -28,8 +28,7 @@ class Conversation:
     ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
-    ML's interpreter raises another SSDeviceError), and InputError once the engine is closed.
-    """
+    ML's interpreter raises another SSDeviceError), and InputError once the engine is closed."""
 
     def __init__(self, engine: "Engine", beside: "Conversation | None" = None) -> None:
         self.engine, self.geometry = engine, engine.geometry
@@ -64,9 +63,7 @@ class Conversation:
 
     def step(self, last: int) -> list[int]:
         """Verify ``drafts`` after the token ``last``; returns the 1..A emitted tokens and sets the next ``drafts``.
-
-        Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on.
-        """
+        Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on."""
         if (choose := self.chooser) is not None:
             for depth, token in zip(range(len(self.drafts)), self.forced(), strict=False):
                 self.propose(depth, token)
@@ -110,10 +107,8 @@ class Conversation:
         self.drafts[depth] = [token, *others][: len(candidates)]
 
     def verify(self, last: int) -> NDArray[np.float32]:
-        """The logits ``[T, V]`` of the tree of ``drafts`` after ``last``; ``keep`` then commits a path through it.
-
-        They are valid until the next call.
-        """
+        """The logits ``[T, V]`` of the tree of ``drafts`` after ``last``; ``keep`` then commits a path through it. They
+        are valid until the next call."""
         self.verified = self.drafts.copy()
         return self._logits(contract.VERIFY, last)
 
@@ -123,9 +118,7 @@ class Conversation:
 
     def keep(self, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Write the rows of the last verification's nodes on a ``path`` from the root; ``tokens``: one after each.
-
-        After a tree, ``drafts`` become the next draft, which follows the last of these tokens.
-        """
+        After a tree, ``drafts`` become the next draft, which follows the last of these tokens."""
         out = self._seen  # along a chain the path's rows are the first ones already
         there = self.geometry.tree.is_chain or contract.ROWS not in out
         self.cache.commit(out if there else {contract.ROWS: out[contract.ROWS][:, path]}, self.length, len(path))
@@ -142,10 +135,8 @@ class Conversation:
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """Logits ``[emitted, V]`` from which the last ``step`` or ``step_plain`` chose its tokens.
-
-        For engines that show them (``ExportTarget.logits_engine``).
-        """
+        """Logits ``[emitted, V]`` from which the last ``step`` or ``step_plain`` chose its tokens. For engines that
+        show them (``ExportTarget.logits_engine``)."""
         rows = self._seen[contract.LOGITS].reshape(-1, self.geometry.vocab)
         if len(rows) == 1:
             return rows.copy()

@@ -29,12 +29,10 @@ Outputs = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine runs. ``threads``: 0 for the engine's default.
-
-    ``spinning``: threads busy-wait for work, during a call and 2 ms more at most. ``profile``: record where time is
-    spent inside the target, for engines that can. ``kernels``: use those that ``ssdevice kernels`` built.
-    ``verify_at``: a server whose tokens they are, see ``ssdevice.runtime.split``.
-    """
+    """How an engine runs. ``threads``: 0 for the engine's default. ``spinning``: threads busy-wait for work, during a
+    call and 2 ms more at most. ``profile``: record where time is spent inside the target, for engines that can.
+    ``kernels``: use those that ``ssdevice kernels`` built. ``verify_at``: a server whose tokens they are, see
+    ``ssdevice.runtime.split``."""
 
     threads: int = 0
     spinning: bool = True
@@ -49,22 +47,18 @@ class EngineOptions:
 
 
 class Cache(ABC):
-    """One KV cache, and the contract's functions called on it.
-
-    ``inputs``: the integers of all functions by tensor name, written in place, so that a target can bind their memory
-    once. ``native_seconds``: time inside the target's runtime so far; the rest of a step is the host's. ``alone``:
-    tokens so far that a server should have verified, but did not answer.
-    """
+    """One KV cache, and the contract's functions called on it. ``inputs``: the integers of all functions by tensor
+    name, written in place, so that a target can bind their memory once. ``native_seconds``: time inside the target's
+    runtime so far; the rest of a step is the host's. ``alone``: tokens so far that a server should have verified, but
+    did not answer."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.native_seconds, self.alone = inputs, 0.0, 0
 
     @abstractmethod
     def call(self, function: str, length: int) -> Outputs:
-        """The outputs of a function on ``inputs`` by name, valid until the next call.
-
-        ``length``: committed rows, also in ``inputs``. New rows are written after them, here or by ``commit``.
-        """
+        """The outputs of a function on ``inputs`` by name, valid until the next call. ``length``: committed rows, also
+        in ``inputs``. New rows are written after them, here or by ``commit``."""
 
     def commit(self, outputs: Outputs, length: int, count: int) -> None:
         """Write the first ``count`` new rows in ``outputs`` at ``length``, if the cache is external to the graph."""
@@ -72,9 +66,7 @@ class Cache(ABC):
 
     def rows(self, start: int, end: int) -> NDArray[Any] | None:
         """A copy of rows ``[2 * layers, end - start, kv_heads * head_dim]``, keys and values of each layer in turn.
-
-        None if the target does not show them.
-        """
+        None if the target does not show them."""
         return None
 
 
@@ -95,11 +87,9 @@ class Kernel:
 
 
 class Engine(ABC):
-    """A bundle opened for one app. ``functions``: those of the contract's functions that the app has.
-
-    ``source``: the file or folder that it was opened from, for messages. ``kernels``: the library of ours that it uses,
-    as a ``Chooser`` does, too; None for none.
-    """
+    """A bundle opened for one app. ``functions``: those of the contract's functions that the app has. ``source``: the
+    file or folder that it was opened from, for messages. ``kernels``: the library of ours that it uses, as a
+    ``Chooser`` does, too; None for none."""
 
     kernels: Any = None
 
@@ -109,9 +99,7 @@ class Engine(ABC):
     @abstractmethod
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> Cache:
         """An empty cache. ``beside``: another app's cache of the same bundle; the two may share memory and take turns.
-
-        Each turn starts from an empty cache. Targets that cannot share memory ignore ``beside``.
-        """
+        Each turn starts from an empty cache. Targets that cannot share memory ignore ``beside``."""
 
     @abstractmethod
     def release(self) -> None:
@@ -146,9 +134,7 @@ def check_cache(bundle: Bundle, form: CacheForm, dtype: str | None = None) -> No
 
 def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
     """The engine of a bundle's target with an app's adapter (None: the default app); says which options have no effect.
-
-    Raises MissingExtraError if the target's runtime is not installed, InputError for a target without an engine.
-    """
+    Raises MissingExtraError if the target's runtime is not installed, InputError for a target without an engine."""
     target, usual = runtime_target(bundle.manifest.target), EngineOptions()
     for name in sorted(vars(options).keys() - target.heeds - {"verify_at"}):
         if getattr(options, name) != getattr(usual, name):

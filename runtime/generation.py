@@ -25,10 +25,8 @@ class Reason(StrEnum):
 
 
 def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
-    """The rank path of the accepted drafts in ``run``, a step's tokens: the deepest node whose tokens begin ``run``.
-
-    It is one shorter than the run, unless the run was truncated within accepted drafts.
-    """
+    """The rank path of the accepted drafts in ``run``, a step's tokens: the deepest node whose tokens begin ``run``. It
+    is one shorter than the run, unless the run was truncated within accepted drafts."""
     best: Ranks = ()
     for path in tree.paths:
         fits = len(best) < len(path) <= len(run)
@@ -45,11 +43,9 @@ def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int
 
 @dataclass
 class Run:
-    """What one target call added to an answer: its ``tokens``, and the ``text`` that can no longer change.
-
-    ``reason``: why the answer ends here; None if it continues. ``drafts [γ, k]``: the verified candidates; None for
-    prefill and for plain decoding.
-    """
+    """What one target call added to an answer: its ``tokens``, and the ``text`` that can no longer change. ``reason``:
+    why the answer ends here; None if it continues. ``drafts [γ, k]``: the verified candidates; None for prefill and for
+    plain decoding."""
 
     tokens: tuple[int, ...]
     text: str
@@ -64,11 +60,10 @@ class Generation:
     ``tokens``: including a stop token; the first comes from prefill. ``accepted``: tokens of each step after
     truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the first token (TTFT).
     ``logprobs``: those of each token, if they were asked for. ``dropped``: the oldest turns that the conversation lost,
-    so that it fits the context. ``cached_tokens``: those of the prompt that were not computed again.
-    ``inexact``: typical acceptance may have changed the tokens. ``alone``: tokens that no server verified, because it
-    did not answer. ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None
-    while it runs.
-    """
+    so that it fits the context. ``cached_tokens``: those of the prompt that were not computed again. ``inexact``:
+    typical acceptance may have changed the tokens. ``alone``: tokens that no server verified, because it did not
+    answer. ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None while it
+    runs."""
 
     prompt_tokens: int
     text: str = ""

@@ -25,10 +25,8 @@ NGram = tuple[int, ...]
 
 class Lookup:
     """An ``Advance`` (``ssdevice.runtime.loop``): a step with drafts that may repeat the text of the conversation.
-
     ``lead``: how much more often lookup was right than the first candidate of a stream, where the two differed. Drafts
-    are looked up while it is positive, and learned from in any case. It lasts from one answer to the next.
-    """
+    are looked up while it is positive, and learned from in any case. It lasts from one answer to the next."""
 
     shortest, lead = SHORTEST, START
 

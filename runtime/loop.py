@@ -45,10 +45,8 @@ class Cancelled(InputError):
 
 
 def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
-    """Commit a prompt after the tokens already committed; returns the first token of the answer.
-
-    Raises InputError for an empty prompt, ContextOverflowError for one that does not fit, Cancelled.
-    """
+    """Commit a prompt after the tokens already committed; returns the first token of the answer. Raises InputError for
+    an empty prompt, ContextOverflowError for one that does not fit, Cancelled."""
     check_prompt(conversation.geometry, prompt, conversation.length)
     size, token = conversation.geometry.chunk, 0
     for at in range(0, len(prompt), size):
@@ -62,9 +60,7 @@ def prefill(conversation: Conversation, prompt: Sequence[int]) -> int:
 
 def begin(conversation: Conversation, prompt: Sequence[int], advance: Advance) -> Sequence[int]:
     """The first tokens of the answer: prefill's, or where the host chooses, those of a call after the prompt's last.
-
-    Errors are those of ``prefill``.
-    """
+    Errors are those of ``prefill``."""
     if conversation.chooser is None:
         return (prefill(conversation, prompt),)
     check_prompt(conversation.geometry, prompt, conversation.length)
@@ -76,10 +72,8 @@ def begin(conversation: Conversation, prompt: Sequence[int], advance: Advance) -
 def decode(
     conversation: Conversation, prompt: Sequence[int], advance: Advance, accept: Accept, max_tokens: int
 ) -> Iterator[Run]:
-    """The answer to a prompt, call by call. The first run is that of ``begin``; the last one has a reason.
-
-    Whenever this generator is suspended, all emitted tokens but the last are committed; the next prefill begins with
-    that one.
+    """The answer to a prompt, call by call. The first run is that of ``begin``; the last one has a reason. Whenever
+    this generator is suspended, all emitted tokens but the last are committed; the next prefill begins with that one.
     """
     start, emitted = conversation.length + len(prompt), 0
     run = begin(conversation, prompt, advance)[: min(max_tokens, conversation.geometry.context - start + 1)]

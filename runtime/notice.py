@@ -19,11 +19,8 @@ def say_once(text: str) -> None:
 
 @contextmanager
 def native_silence() -> Iterator[None]:
-    """In this context nothing reaches stderr, where some C++ libraries log with no way to stop them.
-
-    They write to Python's stream, as bindings redirect them, or to the process's. For short calls only: it holds for
-    all threads.
-    """
+    """In this context nothing reaches stderr, where some C++ libraries log with no way to stop them. They write to
+    Python's stream, as bindings redirect them, or to the process's. For short calls only: it holds for all threads."""
     with _muted, redirect_stderr(io.StringIO()):  # two at a time would restore each other's silence
         try:
             kept = os.dup(2)

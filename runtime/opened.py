@@ -22,10 +22,8 @@ from ssdevice.text.tokenizer_limits import MAX_BYTES
 
 
 class OpenBundle:
-    """A bundle, or an engine without one, as one of its apps at a time, and a conversation with it.
-
-    ``app``: the name of the app in use, empty without a bundle.
-    """
+    """A bundle, or an engine without one, as one of its apps at a time, and a conversation with it. ``app``: the name
+    of the app in use, empty without a bundle."""
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, instruction: str | None = None) -> None:
         self.engine, self.tokenizer, self.instruction, self.app = engine, tokenizer, instruction, ""
@@ -45,13 +43,9 @@ class OpenBundle:
         threads: int | None = None,
         resume: str | Path | None = None,
     ) -> Self:
-        """The session of a bundle. ``app``: one of its apps (default: its default app).
-
-        ``threads``: those of ``options`` (default: 0, for all cores). ``resume``: a file that ``save`` wrote.
-
-        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app, or a file of another
-        bundle or app.
-        """
+        """The session of a bundle. ``app``: one of its apps (default: its default app). ``threads``: those of
+        ``options`` (default: 0, for all cores). ``resume``: a file that ``save`` wrote. Raises BundleError for a folder
+        that is not a valid bundle, InputError for an unknown app, or a file of another bundle or app."""
         app = arguments.text("app", app) if app is not None else None
         options = EngineOptions() if options is None else options
         if not isinstance(options, EngineOptions):
@@ -87,10 +81,8 @@ class OpenBundle:
         return self._bundle is None or self._bundle.manifest.mode is not None
 
     def use(self, app: str) -> None:
-        """Switch to another app and start over, since each adapter computes other keys and values.
-
-        Switching back to an app takes microseconds; see ``preload``. Raises InputError for an unknown app.
-        """
+        """Switch to another app and start over, since each adapter computes other keys and values. Switching back to an
+        app takes microseconds; see ``preload``. Raises InputError for an unknown app."""
         self._conversation = self._opened(app)
         self.engine, self.app, self.instruction = self._conversation.engine, app, self.bundle.app(app).instruction
         self.reset()
@@ -119,10 +111,8 @@ class OpenBundle:
         self._chat = Chat()
 
     def save(self, file: str | Path) -> None:
-        """Write the conversation and what the cache holds to a file, for ``Session.open(.., resume=file)``.
-
-        The file fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs.
-        """
+        """Write the conversation and what the cache holds to a file, for ``Session.open(.., resume=file)``. The file
+        fits this bundle and app only. Raises InputError for targets that keep the cache inside their graphs."""
         save(file, self.bundle, self.app, self._conversation, self._chat)
 
     def cancel(self) -> None:
@@ -167,11 +157,8 @@ S = TypeVar("S", bound=OpenBundle)
 
 
 def in_worker(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], AsyncGenerator[T, None]]:
-    """The method with its answer computed in ``worker``, a thread.
-
-    A request is checked when its first piece is asked for. Cancelling the task, or closing the iterator, ends the
-    answer after the model's current call.
-    """
+    """The method with its answer computed in ``worker``, a thread. A request is checked when its first piece is asked
+    for. Cancelling the task, or closing the iterator, ends the answer after the model's current call."""
 
     @wraps(call)
     async def pieces(session: S, /, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:

@@ -62,10 +62,8 @@ def save(file: str | Path, bundle: Bundle, app: str, conversation: Conversation,
 
 
 def restore(file: str | Path, bundle: Bundle, app: str, conversation: Conversation) -> Chat:
-    """Fill an empty conversation from a file, and return its messages.
-
-    Raises InputError for another kind of file, a damaged one, or one of another bundle or app.
-    """
+    """Fill an empty conversation from a file, and return its messages. Raises InputError for another kind of file, a
+    damaged one, or one of another bundle or app."""
     file = arguments.path("resume", file)
     _check_target(bundle)
     geometry = conversation.geometry

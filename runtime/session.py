@@ -29,11 +29,8 @@ LOST = "this answer was ended by a newer one, by reset or by use: a session has 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A message of a conversation.
-
-    ``chat``: the conversation with it, after ``dropped`` turns were left out. ``before``: the one that it continues;
-    None if the message came with its whole conversation.
-    """
+    """A message of a conversation. ``chat``: the conversation with it, after ``dropped`` turns were left out.
+    ``before``: the one that it continues; None if the message came with its whole conversation."""
 
     chat: Chat
     before: Chat | None
@@ -85,11 +82,10 @@ class Session(OpenBundle):
     ) -> Iterator[str]:
         """Pieces of the answer to a single prompt. When it begins, the session forgets the conversation so far.
 
-        What the prompt begins with and the cache holds, such as the app's instruction, is not computed again.
-        ``stop``: strings, also special tokens, that end the answer and are not part of it. ``sampling``: None for
-        greedy. ``speculate`` does not change the answer, except with typical acceptance. Raises InputError for an empty
-        prompt, ContextOverflowError for one that does not fit.
-        """
+        What the prompt begins with and the cache holds, such as the app's instruction, is not computed again. ``stop``:
+        strings, also special tokens, that end the answer and are not part of it. ``sampling``: None for greedy.
+        ``speculate`` does not change the answer, except with typical acceptance. Raises InputError for an empty prompt,
+        ContextOverflowError for one that does not fit."""
         ids = self.prompt_ids(arguments.text("prompt", prompt), system=system)
         mode = self.mode(speculate)
         return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=mode, sampling=sampling))
@@ -116,8 +112,7 @@ class Session(OpenBundle):
         template; all three last as long as the conversation. An app's instruction goes before each message of the user,
         also before those in ``messages``. ``overflow``: ``"drop-oldest"`` forgets the oldest turns of a conversation
         that does not fit, never the system message; ``last.dropped`` counts them. Raises the errors of ``generate``,
-        and InputError for messages in another form or order, or what the template does not read.
-        """
+        and InputError for messages in another form or order, or what the template does not read."""
         chat = requested(self._chat, prompt, messages, system, tools, template)
         ids, kept = fitting(chat, self._ids, self.engine.geometry.context, overflow, max_tokens)
         turn = _Turn(kept, self._chat if messages is None else None, len(chat.turns) - len(kept.turns))
@@ -135,10 +130,8 @@ class Session(OpenBundle):
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a prompt or a whole conversation in the chat format that this app was trained with.
-
-        Arguments and errors are those of ``chat``.
-        """
+        """The tokens of a prompt or a whole conversation in the chat format that this app was trained with. Arguments
+        and errors are those of ``chat``."""
         return self._ids(requested(Chat(), prompt, messages, system, tools, template))
 
     def _ids(self, chat: Chat) -> list[int]:
@@ -175,10 +168,8 @@ class Session(OpenBundle):
         sampling: Sampling | None,
         turn: _Turn | None = None,
     ) -> Generator[Run, None, None]:
-        """Check a request without changing anything. ``turn``: None starts a new conversation.
-
-        When the answer begins, it takes the cache of the app in use now; it goes on as long as it owns it.
-        """
+        """Check a request without changing anything. ``turn``: None starts a new conversation. When the answer begins,
+        it takes the cache of the app in use now; it goes on as long as it owns it."""
         max_tokens, stop = arguments.whole("max_tokens", max_tokens, 1), arguments.texts("stop", stop)
         if mode not in (ADAPTIVE, *MODES):
             raise InputError(f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}")

@@ -72,11 +72,9 @@ def on_stderr(text: str) -> None:
 
 @dataclass(frozen=True)
 class VerifyAt:
-    """A server that verifies: its ``url``, as it prints it, and the ``key`` that it wants.
-
-    ``drafts``: tokens that this device drafts for a call, fewer where the server takes fewer. ``patience``: seconds
-    until it is given up. ``tell``: is told when the device goes on alone, and when the server is back.
-    """
+    """A server that verifies: its ``url``, as it prints it, and the ``key`` that it wants. ``drafts``: tokens that this
+    device drafts for a call, fewer where the server takes fewer. ``patience``: seconds until it is given up. ``tell``:
+    is told when the device goes on alone, and when the server is back."""
 
     url: str
     key: str | None = None
@@ -97,10 +95,8 @@ class VerifyAt:
 
 @dataclass(frozen=True)
 class Limits(Ruled):
-    """What ``/v1/models/NAME`` tells of a server that verifies.
-
-    ``drafts``: verified in a call at most; ``context``: tokens of a conversation; ``tokenizer``: its sha256.
-    """
+    """What ``/v1/models/NAME`` tells of a server that verifies. ``drafts``: verified in a call at most; ``context``:
+    tokens of a conversation; ``tokenizer``: its sha256."""
 
     drafts: int = field(metadata=within(1, 32))
     context: int = field(metadata=within(1, contract.MAX_CONTEXT))
@@ -118,11 +114,9 @@ class Away(Exception):
 
 
 class Link:
-    """Verification by a server, for one app, over a connection that stays open.
-
-    While the server does not answer, a thread asks for its health. Raises InputError where the server refuses, for then
-    asking again does not help. ``tokenizer``: the sha256 of this device's.
-    """
+    """Verification by a server, for one app, over a connection that stays open. While the server does not answer, a
+    thread asks for its health. Raises InputError where the server refuses, for then asking again does not help.
+    ``tokenizer``: the sha256 of this device's."""
 
     def __init__(self, at: VerifyAt, app: str, tokenizer: str) -> None:
         self.at, self.app, self.tokenizer = at, app, tokenizer
@@ -150,10 +144,8 @@ class Link:
         return self._limits
 
     def verify(self, client: str, text: list[int], held: int, drafts: Sequence[int]) -> list[int] | None:
-        """The server's tokens after ``text``, of which it holds ``held`` tokens; None while it is away.
-
-        ``drafts`` are verified where it lacks only the last token.
-        """
+        """The server's tokens after ``text``, of which it holds ``held`` tokens; None while it is away. ``drafts`` are
+        verified where it lacks only the last token."""
         if (limits := self.limits()) is None:
             return None
         try:

@@ -33,17 +33,13 @@ class RuntimeTarget(ABC):
         """The engine of an app. Raises BundleError, and ModuleNotFoundError for a missing package."""
 
     def app_file(self, bundle: "Bundle", name: str, folder: Path) -> AppFile:
-        """The name of the file that holds a further app's tensors, and what writes it.
-
-        ``name``, ``folder``: the app's, for messages. Raises InputError for a target whose bundles take no more apps.
-        """
+        """The name of the file that holds a further app's tensors, and what writes it. ``name``, ``folder``: the app's,
+        for messages. Raises InputError for a target whose bundles take no more apps."""
         raise InputError(f"{bundle.folder} is a {self.name} bundle, which takes no more apps; export a bundle for each")
 
     def build_kernels(self) -> Path | None:
-        """Compile what makes this target faster on this machine; None if there is nothing to compile.
-
-        Raises InputError if it cannot be compiled here.
-        """
+        """Compile what makes this target faster on this machine; None if there is nothing to compile. Raises InputError
+        if it cannot be compiled here."""
         return None
 
     def check_browser(self, bundle: "Bundle") -> None:

@@ -29,11 +29,9 @@ Arrays = Mapping[str, CoreAIArray]
 
 
 class OpenAsset:
-    """An asset prepared for this machine. Calls run one at a time, in a thread of their own.
-
-    The runtime's functions are asynchronous and may be called while the caller's thread runs an event loop itself, as
-    notebooks do, so the asset has its own loop. Raises BundleError for a file that the runtime refuses.
-    """
+    """An asset prepared for this machine. Calls run one at a time, in a thread of their own. The runtime's functions
+    are asynchronous and may be called while the caller's thread runs an event loop itself, as notebooks do, so the
+    asset has its own loop. Raises BundleError for a file that the runtime refuses."""
 
     def __init__(self, path: Path) -> None:
         check_program(path)
@@ -105,10 +103,8 @@ CACHE_DTYPE = "float32"
 
 
 class CoreAIEngine(Engine):
-    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset.
-
-    ``shows_logits``: whether calls return those of steps, which takes time.
-    """
+    """An asset opened for one app. ``names``: the contract's functions -> their names in the asset. ``shows_logits``:
+    whether calls return those of steps, which takes time."""
 
     shows_logits = False
 

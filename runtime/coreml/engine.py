@@ -33,10 +33,8 @@ SLOW = "ssdevice: Core ML runs only on Apple's systems; here its operations run 
 
 
 class AppleProgram:
-    """A package in Core ML, with the part of the interpreter's interface that an engine uses.
-
-    One MLModel per function, opened on its first call; ``compute_units``: a name that coremltools knows.
-    """
+    """A package in Core ML, with the part of the interpreter's interface that an engine uses. One MLModel per function,
+    opened on its first call; ``compute_units``: a name that coremltools knows."""
 
     def __init__(self, package: Path, compute_units: str) -> None:
         with needs_extra("coreml"):
@@ -135,9 +133,7 @@ def open_engine(bundle: "Bundle", app: str | None, options: EngineOptions) -> Co
 
 def check_package(package: Package, functions: Mapping[str, FunctionSpec], names: Mapping[str, str]) -> None:
     """Raise BundleError unless a package supports states and has an app's functions with the contract's tensors.
-
-    ``functions``: their specs in the manifest; ``names``: their names in the package.
-    """
+    ``functions``: their specs in the manifest; ``names``: their names in the package."""
     if package.specification_version < SPECIFICATION:
         own = f"model files of version {package.specification_version} have no states"
         needed = f"{SPECIFICATION} (iOS 18) is needed; export again"

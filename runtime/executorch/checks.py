@@ -80,10 +80,8 @@ class _Plan:
             _check_ranks(operators[call.integer(0)][0], [values[place] for place in arguments])
 
     def _delegate(self, entry: Table) -> list[Table]:
-        """The tensors that a graph of XNNPACK takes and gives; none for another delegate.
-
-        Checks where the graph finds its constants. What its nodes say is left to XNNPACK.
-        """
+        """The tensors that a graph of XNNPACK takes and gives; none for another delegate. Checks where the graph finds
+        its constants. What its nodes say is left to XNNPACK."""
         if entry.text(0) == program.COREML:
             return []
         graph = program.Graph(entry, self.data, self.root)
@@ -99,9 +97,7 @@ class _Plan:
 
     def _delegated(self, outer: Sequence[Table], arguments: Sequence[Table]) -> None:
         """Raise ValueError for a call of a graph of XNNPACK with fewer or other tensors than it takes and gives.
-
-        XNNPACK writes its results before ExecuTorch compares their sizes.
-        """
+        XNNPACK writes its results before ExecuTorch compares their sizes."""
         what = f"{self.plan.text(0)}: a call of XNNPACK"
         for inner in outer:
             _within(what, [inner.integer(4)], len(arguments))
@@ -163,10 +159,8 @@ class _Plan:
 
 
 def _check_memory(plans: Sequence[_Plan]) -> None:
-    """Raise ValueError for a method with more memory than tensors take: ExecuTorch allocates what is asked for.
-
-    Methods that share a cache all have memory for the whole of it, so the tensors of all methods count.
-    """
+    """Raise ValueError for a method with more memory than tensors take: ExecuTorch allocates what is asked for. Methods
+    that share a cache all have memory for the whole of it, so the tensors of all methods count."""
     ends = Counter[int]()
     for entry in (entry for plan in plans for entry in plan.plan.tables(2)):
         if entry.byte(0) == TENSOR and entry.table(1).has(6):

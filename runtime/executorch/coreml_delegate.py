@@ -45,10 +45,8 @@ Form = tuple[tuple[int, ...], type[np.generic]]
 @dataclass(frozen=True)
 class Method:
     """A call of ``function``, then writes ``state[:, at] = rows``, in place; integers number the method's values.
-
     ``inputs``, ``outputs``: the method's. ``given``, ``made``: the function's. ``writes``: (state, at, rows).
-    ``states``: the names of tensors that outlive a call, with shape and type.
-    """
+    ``states``: the names of tensors that outlive a call, with shape and type."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -61,10 +59,8 @@ class Method:
 
 class InterpretedProgram:
     """A program with Core ML delegates; it has the part of ``executorch.runtime.Program`` that LoadedProgram uses.
-
     ``program``: ExecuTorch's own object for the same file, which knows shapes and runs methods without delegates.
-    Raises the errors of ``open_delegates``.
-    """
+    Raises the errors of ``open_delegates``."""
 
     def __init__(self, file: Path, program: Any) -> None:
         say_once(SLOW)
@@ -118,10 +114,8 @@ class InterpretedMethod:
 
 
 def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
-    """The methods with Core ML delegates by name, and their package, whose files live as long as it does.
-
-    Raises BundleError for a damaged program, and one whose methods do anything else than ``Method`` says.
-    """
+    """The methods with Core ML delegates by name, and their package, whose files live as long as it does. Raises
+    BundleError for a damaged program, and one whose methods do anything else than ``Method`` says."""
     folder = Path(tempfile.mkdtemp(prefix="ssdevice-"))
     try:
         methods, package = read_program(file, lambda data, root: _Reader(data, root, folder).read())
@@ -213,10 +207,8 @@ class _Reader:
 
 
 def _write_folder(nodes: Sequence[Any], blob: bytes, folder: Path) -> None:
-    """Write a flattened folder: ``nodes``, the last of which is the folder itself, and the bytes of its files.
-
-    Each node is written once, and all files together are no larger than the blob.
-    """
+    """Write a flattened folder: ``nodes``, the last of which is the folder itself, and the bytes of its files. Each
+    node is written once, and all files together are no larger than the blob."""
     left, room = set(range(len(nodes))), len(blob)
     waiting = [(len(nodes) - 1, folder)]
     while waiting:

@@ -24,11 +24,9 @@ ADAPTER_FILE = "adapter.safetensors"
 
 
 class ExecutorchEngine(Engine):
-    """A program opened for one app. ``names``: the contract's functions that the app has.
-
-    ``program``: one that other engines share; None: this engine loads its own. ``adapter``: the app's tensors for the
-    program's slots. Raises BundleError, see LoadedProgram.
-    """
+    """A program opened for one app. ``names``: the contract's functions that the app has. ``program``: one that other
+    engines share; None: this engine loads its own. ``adapter``: the app's tensors for the program's slots. Raises
+    BundleError, see LoadedProgram."""
 
     def __init__(
         self,
@@ -79,11 +77,9 @@ class ExecutorchEngine(Engine):
 
 
 class ExecutorchCache(Cache):
-    """The program's cache while it has the turn (``LoadedProgram.seat``).
-
-    ``saved``: its rows while another cache has the turn; ``written``: how many there are. ``adapter``: tensors for the
-    slots; None for the bare base. ``memory``: caches with the same one do not save their rows for each other.
-    """
+    """The program's cache while it has the turn (``LoadedProgram.seat``). ``saved``: its rows while another cache has
+    the turn; ``written``: how many there are. ``adapter``: tensors for the slots; None for the bare base. ``memory``:
+    caches with the same one do not save their rows for each other."""
 
     def __init__(self, engine: ExecutorchEngine, inputs: Inputs, memory: object) -> None:
         super().__init__(inputs)

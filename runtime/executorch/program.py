@@ -82,11 +82,9 @@ class AdapterSlots:
 
 
 class LoadedProgram:
-    """A program that loads a function on its first call.
-
-    ``lock``: held from a call until its outputs are read. ``users``: number of open engines. Raises BundleError for a
-    file that is not a program, lacks a function, or needs something that this runtime does not have.
-    """
+    """A program that loads a function on its first call. ``lock``: held from a call until its outputs are read.
+    ``users``: number of open engines. Raises BundleError for a file that is not a program, lacks a function, or needs
+    something that this runtime does not have."""
 
     _shared: ClassVar["weakref.WeakValueDictionary[Hashable, LoadedProgram]"] = weakref.WeakValueDictionary()
     _table: ClassVar[threading.Lock] = threading.Lock()
@@ -170,10 +168,8 @@ class LoadedProgram:
             raise BundleError(f"{self.file}: a program with schema {found}, {expected}")
 
     def states(self, function: str) -> list[Any]:
-        """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer.
-
-        Raises BundleError for a cache of another form.
-        """
+        """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values, layer by layer. Raises
+        BundleError for a cache of another form."""
         method, g = self.method(function), self.geometry
         try:
             found = [method.get_attribute(f"{name}.{layer}") for name in (KEYS, VALUES) for layer in range(g.layers)]

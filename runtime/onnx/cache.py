@@ -24,8 +24,7 @@ class RowCache:
     Keys of layer 0 come first, then its values, then layer 1. A prefix of one layer's rows is contiguous, so a target
     can read it in place, and one assignment commits the new rows of every layer. With 2 layers, 3 committed rows and a
     step that accepted 2 of its 4 new rows, ``commit(3, rows, 2)`` sets ``array[:, 3:5] = rows[:, :2]``. Raises
-    InputError if there is not enough memory.
-    """
+    InputError if there is not enough memory."""
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         shape = self.shape(geometry)
@@ -51,8 +50,7 @@ class RowCache:
         rows follow those shown. Congruence puts a new row into the lane that it will have once it is committed, so sums
         over rows add the same numbers in the same order whether a token was drafted or decoded plainly: along a chain
         of drafts all bits agree. Measured in int8 on long, undecided answers: without it 2 of 25 differ at near-ties
-        (forced drafts: 5), with it none. An attention whose sums leave out masked rows needs one lane only.
-        """
+        (forced drafts: 5), with it none. An attention whose sums leave out masked rows needs one lane only."""
         bucket = BUCKET if lanes > 1 else SKIPPING_BUCKET
         shown = -(-max(length, 1) // bucket) * bucket
         shown += (length - shown) % lanes

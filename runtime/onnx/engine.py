@@ -48,8 +48,7 @@ class OnnxEngine(Engine):
     ``files``: the graph of every function that the app has. ``shared``: opens graphs that engines of this process
     share; None: this engine opens its own. ``adapter``: the tensors for the graphs' slots. Raises BundleError for a
     graph that breaks the contract. ``quantized``: all large products are those of kernels, if there are any; they share
-    threads among sessions then (``kernels.crew``).
-    """
+    threads among sessions then (``kernels.crew``)."""
 
     def __init__(
         self,

@@ -30,12 +30,10 @@ NODE = "node_"
 
 
 class SharedBase:
-    """What the engines of one bundle share in a process: its graphs with their weights, and its adapters.
-
-    Engines hold it strongly and the process-wide table weakly. So another engine of the same bundle with the same
-    options finds it, and it is freed with the last engine. Bundles are identified by the hashes of their files, not
-    only by their folder: ``add-app`` replaces a folder by a new one.
-    """
+    """What the engines of one bundle share in a process: its graphs with their weights, and its adapters. Engines hold
+    it strongly and the process-wide table weakly. So another engine of the same bundle with the same options finds it,
+    and it is freed with the last engine. Bundles are identified by the hashes of their files, not only by their folder:
+    ``add-app`` replaces a folder by a new one."""
 
     _all: ClassVar["WeakValueDictionary[Hashable, SharedBase]"] = WeakValueDictionary()
     _lock: ClassVar[Lock] = Lock()
@@ -83,10 +81,8 @@ def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpe
 
 
 def kernel_times(file: Path) -> list[Kernel]:
-    """The kernels of one call, from a profile file of ONNX Runtime, which is deleted.
-
-    Each node's time is the median over calls, so that interruptions on a busy machine do not count as work.
-    """
+    """The kernels of one call, from a profile file of ONNX Runtime, which is deleted. Each node's time is the median
+    over calls, so that interruptions on a busy machine do not count as work."""
     nodes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in json.loads(file.read_text("utf-8")):
         if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
@@ -104,11 +100,9 @@ DONTNEED = 4  # MADV_DONTNEED of Linux: what is read again is read from the file
 
 
 def give_back(folder: Path) -> None:
-    """Give the system back the unchanged pages mapped from files in ``folder``, and freed memory; on Linux only.
-
-    ONNX Runtime maps a bundle's weights once for every graph, and its kernels read them while a graph is opened, to
-    pack them. Afterwards the mapped pages only count: three graphs would have three times the bundle resident.
-    """
+    """Give the system back the unchanged pages mapped from files in ``folder``, and freed memory; on Linux only. ONNX
+    Runtime maps a bundle's weights once for every graph, and its kernels read them while a graph is opened, to pack
+    them. Afterwards the mapped pages only count: three graphs would have three times the bundle resident."""
     try:
         libc, mappings = ctypes.CDLL(None), list(_unchanged(folder))
     except (OSError, TypeError):  # no Linux

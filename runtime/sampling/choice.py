@@ -37,10 +37,8 @@ MUCH = 1e4
 
 
 class Compiled:
-    """The choice of a token by the kernels' library (``native``), for one answer; rows are contiguous in memory.
-
-    It agrees with NumPy here, except perhaps for scores or sums closer than 1e-12.
-    """
+    """The choice of a token by the kernels' library (``native``), for one answer; rows are contiguous in memory. It
+    agrees with NumPy here, except perhaps for scores or sums closer than 1e-12."""
 
     def __init__(self, library: Any, s: Sampling) -> None:
         self._choose, self._log_total = library.ssdevice_choose, library.ssdevice_log_total
@@ -60,11 +58,9 @@ class Compiled:
 
 
 class Chooser:
-    """Chooses the tokens of one answer. ``logprobs``: of every token so far, if asked for.
-
-    ``prompt``, ``stops``, ``vocab``: see ``Processors``. ``grammar``: of ``sampling.structure``. ``library``: the
-    kernels' (``native``), for speed. Raises InputError for ids that the model does not have.
-    """
+    """Chooses the tokens of one answer. ``logprobs``: of every token so far, if asked for. ``prompt``, ``stops``,
+    ``vocab``: see ``Processors``. ``grammar``: of ``sampling.structure``. ``library``: the kernels' (``native``), for
+    speed. Raises InputError for ids that the model does not have."""
 
     def __init__(
         self,
@@ -90,10 +86,8 @@ class Chooser:
         return self._grammar is None or self._grammar.allows(token)
 
     def __call__(self, logits: Scores) -> int:
-        """The token after the text so far, which it then belongs to; ``logits [V] float32``.
-
-        Raises BundleError for logits with NaN, InputError if every token is forbidden.
-        """
+        """The token after the text so far, which it then belongs to; ``logits [V] float32``. Raises BundleError for
+        logits with NaN, InputError if every token is forbidden."""
         grammar = self._grammar
         scores = self._processors(logits) if self._processed else logits
         best = self._best(scores, logits, unmasked=grammar is not None)
@@ -107,11 +101,9 @@ class Chooser:
 
     def typical(self, tree: Tree, drafts: NDArray[np.int32], logits: NDArray[np.float32]) -> list[int]:
         """The path, root first, of the drafts that typical acceptance adds to the text; without it only the root.
-
         ``drafts [γ, k]``, ``logits [T, V]``. A draft is taken if its parent is, and its probability exceeds
         ``min(ε, sqrt(ε) exp(-entropy))`` of its parent's row. Of the longest paths the likeliest wins (2401.10774
-        section 2.3.1), then the lowest node.
-        """
+        section 2.3.1), then the lowest node."""
         if not (s := self.sampling).typical_acceptance:
             return [0]
         likely, held = {0: 0.0}, drafted(tree, drafts)  # node -> the logarithm of its path's probability; its token
@@ -134,11 +126,9 @@ class Chooser:
         self._processors.accept(token)
 
     def _best(self, scores: Scores, logits: Scores, unmasked: bool = False) -> int | None:
-        """The token of a row of processed ``logits``.
-
-        ``unmasked``: the mask of a structure, which takes longest to compute, is not applied yet. Then the result is
-        None unless the choice is certain to be the same with it, provided that the mask allows the token.
-        """
+        """The token of a row of processed ``logits``. ``unmasked``: the mask of a structure, which takes longest to
+        compute, is not applied yet. Then the result is None unless the choice is certain to be the same with it,
+        provided that the mask allows the token."""
         s, position = self.sampling, len(self._processors.ids)
         found = self._compiled.choose(scores, position, truncated=not unmasked) if self._compiled is not None else -1
         if found >= 0 and not (unmasked and s.truncates):
@@ -239,11 +229,9 @@ def _typical(scores: Scores, mass: float) -> Integers:
 def walk(
     tree: Tree, drafts: NDArray[np.int32], choose: Callable[[int], int], taken: Sequence[int] = (0,)
 ) -> tuple[list[int], list[int]]:
-    """The path through a tree of drafts ``[γ, k]``, root first, and the tokens that its nodes emit.
-
-    ``choose``: the token after a node. The path goes on to the lowest child that holds it, and ends where none does.
-    ``taken``: how the path begins, whatever is chosen.
-    """
+    """The path through a tree of drafts ``[γ, k]``, root first, and the tokens that its nodes emit. ``choose``: the
+    token after a node. The path goes on to the lowest child that holds it, and ends where none does. ``taken``: how the
+    path begins, whatever is chosen."""
     path, held = list(taken), drafted(tree, drafts)
     tokens = [held[node] for node in path[1:]]
     while True:

@@ -69,17 +69,13 @@ def gumbel(seed: int, position: int, ids: Integers, vocab: int) -> Floats:
 
 def sample(scores: Scores, ids: Integers, seed: int, position: int, vocab: int) -> int:
     """The token of ``ids [n]`` (ascending) with the largest ``scores [n]`` plus noise; ties go to the lowest id.
-
-    ``scores``: logits divided by the temperature, ``-inf`` for what must not be chosen.
-    """
+    ``scores``: logits divided by the temperature, ``-inf`` for what must not be chosen."""
     return int(ids[np.argmax(scores + gumbel(seed, position, ids, vocab))])
 
 
 def sample_all(logits: Scores, top: int, temperature: float, seed: int, position: int) -> int:
-    """``sample`` of all tokens of ``logits [V]`` divided by the temperature; ``top``: the likeliest of them.
-
-    The noise is computed for the likeliest token, and for those that could win over it with the luck of their group.
-    """
+    """``sample`` of all tokens of ``logits [V]`` divided by the temperature; ``top``: the likeliest of them. The noise
+    is computed for the likeliest token, and for those that could win over it with the luck of their group."""
     vocab, t = len(logits), np.float32(temperature)
     group = top // GROUP
     smallest, luck, lucky = _groups(seed, position, vocab)

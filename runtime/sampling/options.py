@@ -37,8 +37,7 @@ class Sampling(Ruled):
 
     ``typical_acceptance``: **inexact**. ε of typical acceptance (2401.10774), 0 for none: steps also take drafts that
     are likely enough, which changes the text and its distribution, more so for small ε. It needs a temperature and
-    allows only truncations. Raises InputError for that, and for a value out of range.
-    """
+    allows only truncations. Raises InputError for that, and for a value out of range."""
 
     temperature: float = field(default=0.0, metadata=within(0, 100))
     top_k: int = field(default=0, metadata=within(0, MOST))
@@ -118,12 +117,9 @@ _PLAIN = Sampling()
 
 
 class Processors:
-    """The logits processors of a request, in ``transformers``' order, for one row at a time.
-
-    They see tokens as they are accepted, so that their work does not grow with the text.
-
-    ``prompt``: the ids before the answer. ``stops``: tokens that end an answer.
-    """
+    """The logits processors of a request, in ``transformers``' order, for one row at a time. They see tokens as they
+    are accepted, so that their work does not grow with the text. ``prompt``: the ids before the answer. ``stops``:
+    tokens that end an answer."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], stops: Sequence[int], vocab: int) -> None:
         self.sampling = sampling

@@ -42,10 +42,8 @@ OF_BYTES = np.where(_BITS, 0, -np.inf).astype(np.float32)
 
 @dataclass(frozen=True)
 class Structure:
-    """The form of an answer, for ``Sampling.structure``: ``kind`` is one of KINDS, ``source`` its text.
-
-    Raises InputError for a source that is empty, too long or not Unicode. Other mistakes show when an answer begins.
-    """
+    """The form of an answer, for ``Sampling.structure``: ``kind`` is one of KINDS, ``source`` its text. Raises
+    InputError for a source that is empty, too long or not Unicode. Other mistakes show when an answer begins."""
 
     kind: str
     source: str
@@ -69,11 +67,9 @@ class Structure:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """JSON that fits a schema, on one line with ``", "`` and ``": "`` between its parts.
-
-        Properties are in the schema's order. The key ``"x-guidance"`` may hold other options of llguidance, such as
-        ``{"whitespace_flexible": true}``. Raises InputError for text that is not a JSON object.
-        """
+        """JSON that fits a schema, on one line with ``", "`` and ``": "`` between its parts. Properties are in the
+        schema's order. The key ``"x-guidance"`` may hold other options of llguidance, such as
+        ``{"whitespace_flexible": true}``. Raises InputError for text that is not a JSON object."""
         if not isinstance(schema, str):
             try:
                 schema = json.dumps(schema, allow_nan=False)
@@ -117,10 +113,8 @@ class Grammar:
         self._buffer: Scores | None = None  # fresh memory for every token would cost more than the sums in it
 
     def masked(self, scores: Scores) -> Scores:
-        """Scores ``[V] float32`` with ``-inf`` for the tokens that may not come next, valid until the next call.
-
-        Raises InputError if the grammar took more work than its limits allow.
-        """
+        """Scores ``[V] float32`` with ``-inf`` for the tokens that may not come next, valid until the next call. Raises
+        InputError if the grammar took more work than its limits allow."""
         if self._ended:
             return scores
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -164,10 +158,8 @@ class Grammar:
 
 
 def open_grammar(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> Grammar:
-    """A structure at the beginning of an answer of a model with ``vocab`` tokens.
-
-    Raises InputError for one that is wrong, too large or matches nothing, MissingExtraError without llguidance.
-    """
+    """A structure at the beginning of an answer of a model with ``vocab`` tokens. Raises InputError for one that is
+    wrong, too large or matches nothing, MissingExtraError without llguidance."""
     matcher = _compiled(structure, _tokens_of(tokenizer, vocab))
     return Grammar(structure, matcher.deep_copy(), tokenizer.stop_ids)
 
@@ -214,10 +206,8 @@ def _reason(message: str) -> str:
 
 
 def call_structure(tools: Sequence[Mapping[str, Any]], style: ToolStyle, tokenizer: ChatTokenizer) -> Structure:
-    """One call of one of the ``tools`` (OpenAI's form, see ``tool_of``) in a family's style.
-
-    Raises InputError for no tools, for tools that have no such form, and for Gemma's style, which is no JSON.
-    """
+    """One call of one of the ``tools`` (OpenAI's form, see ``tool_of``) in a family's style. Raises InputError for no
+    tools, for tools that have no such form, and for Gemma's style, which is no JSON."""
     if style is ToolStyle.GEMMA:
         raise InputError("a call cannot be required from this family: it does not write calls in JSON")
     key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"

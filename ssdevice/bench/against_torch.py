@@ -25,11 +25,9 @@ TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precisio
 
 @dataclass(frozen=True)
 class Agreement:
-    """``agreeing`` of ``tokens`` are the reference's choice; ``largest_margin``: of one that is not.
-
-    ``near_ties``: of the others, the reference's second choice within TIES. ``simulated``: whether the reference rounds
-    as the bundle does.
-    """
+    """``agreeing`` of ``tokens`` are the reference's choice; ``largest_margin``: of one that is not. ``near_ties``: of
+    the others, the reference's second choice within TIES. ``simulated``: whether the reference rounds as the bundle
+    does."""
 
     tokens: int
     agreeing: int

@@ -78,12 +78,10 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Answers compared with a reference's, and the rule that excuses near-ties.
-
-    ``precision``: of the bundle, or the coarser of two. ``largest_change``: of any logit; None without logits.
-    ``modes``: what is compared; ``between``: in words. ``nodes_ended``: of the tree's ``nodes``, those at which an
-    accepted run ended. ``answers``: the reference's tokens by prompt.
-    """
+    """Answers compared with a reference's, and the rule that excuses near-ties. ``precision``: of the bundle, or the
+    coarser of two. ``largest_change``: of any logit; None without logits. ``modes``: what is compared; ``between``: in
+    words. ``nodes_ended``: of the tree's ``nodes``, those at which an accepted run ended. ``answers``: the reference's
+    tokens by prompt."""
 
     precision: Precision
     prompts: int

@@ -75,11 +75,9 @@ def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) 
 
 
 def rouge(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """F-measure of ROUGE-1 and ROUGE-Lsum by the rouge-score library with its stemmer, for English text.
-
-    Of several targets the best counts, for each measure. Sentences, which ROUGE-Lsum matches one by one, end at ``.``,
-    ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score.
-    """
+    """F-measure of ROUGE-1 and ROUGE-Lsum by the rouge-score library with its stemmer, for English text. Of several
+    targets the best counts, for each measure. Sentences, which ROUGE-Lsum matches one by one, end at ``.``, ``!`` or
+    ``?`` before a space, or at a line break. Raises MissingExtraError without rouge-score."""
     with needs_extra("bench"):
         from rouge_score.rouge_scorer import RougeScorer
     columns = ("rouge1", "rougeLsum")
@@ -99,10 +97,8 @@ METRICS: Mapping[str, Metric] = {"exact_match": exact_match, "final_answer": fin
 
 def choose_metric(examples: Sequence[Example], wanted: str | None = None) -> str | None:
     """The metric ``wanted``, or the one that suits the data; None without anything to compare answers with.
-
     ``final_answer`` if every example is a worked solution, ``rouge`` if any has references, else ``exact_match``.
-    Summaries whose only target is their completion look like queries: name ``rouge`` for them.
-    """
+    Summaries whose only target is their completion look like queries: name ``rouge`` for them."""
     if wanted is not None or not all(example.targets for example in examples):
         return wanted
     if examples and all(any(final_answer(target) is not None for target in e.targets) for e in examples):

@@ -31,10 +31,8 @@ def fitting(
     file: Path | None = None,
 ) -> tuple[list[Example], list[list[int]]]:
     """The examples whose prompts, after an app's ``instruction``, have at most ``most`` tokens, and the ids of each.
-
     ``skip_long``: leave out the others; None if the user has no such option. ``file``: where the examples are from.
-    Raises InputError, or ContextOverflowError for a prompt that does not fit; both name the prompt.
-    """
+    Raises InputError, or ContextOverflowError for a prompt that does not fit; both name the prompt."""
     kept, prompts = [], []
     for number, example in enumerate(examples, 1):
         try:
@@ -57,11 +55,9 @@ def fitting(
 
 @dataclass
 class Acceptance:
-    """Counts over steps. A draft is judged by the answer itself, whether or not its step got that far.
-
-    ``held``: (stream from 1, rank) -> how often that candidate was the true token. ``judged``: stream -> how often the
-    answer was long enough to tell. ``emitted``: tokens of a step, after truncation -> number of steps.
-    """
+    """Counts over steps. A draft is judged by the answer itself, whether or not its step got that far. ``held``:
+    (stream from 1, rank) -> how often that candidate was the true token. ``judged``: stream -> how often the answer was
+    long enough to tell. ``emitted``: tokens of a step, after truncation -> number of steps."""
 
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
     judged: Counter[int] = field(default_factory=Counter)
@@ -237,11 +233,9 @@ def available_modes(functions: Collection[str], streams: bool) -> list[str]:
 
 
 def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
-    """Run every prompt in every mode, ``options.rounds`` times.
-
-    Modes alternate prompt by prompt and take turns to go first, so that a drift of the machine affects all alike.
-    Raises ContextOverflowError for a prompt that does not fit, unless ``skip_long``.
-    """
+    """Run every prompt in every mode, ``options.rounds`` times. Modes alternate prompt by prompt and take turns to go
+    first, so that a drift of the machine affects all alike. Raises ContextOverflowError for a prompt that does not fit,
+    unless ``skip_long``."""
     context = session.engine.geometry.context
     kept, prompts = fitting(examples, session.tokenizer, session.instruction, context, options.skip_long)
     names = available_modes(session.engine.functions, session.streams)

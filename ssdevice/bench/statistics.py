@@ -55,11 +55,9 @@ def mean_interval(values: ArrayLike) -> Interval:
 
 
 def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
-    """Time of the baseline over time of the other, each summed over paired examples or rounds ``[n]``.
-
-    As a ratio of sums it weighs answers by their time; 2 means half the time. Raises InputError unless both have the
-    same number (1 or more) of times above 0.
-    """
+    """Time of the baseline over time of the other, each summed over paired examples or rounds ``[n]``. As a ratio of
+    sums it weighs answers by their time; 2 means half the time. Raises InputError unless both have the same number (1
+    or more) of times above 0."""
     a, b = _values(baseline_seconds, "the first sample"), _values(seconds, "the second sample")
     if len(a) != len(b):
         raise InputError(f"paired samples have {len(a)} and {len(b)} values")

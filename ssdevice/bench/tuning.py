@@ -36,12 +36,9 @@ class StepCost(Ruled):
 
 @dataclass(frozen=True)
 class CostTable(Ruled):
-    """Costs on one device with one setting.
-
-    ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0 for the engine's
-    default. ``plain_ms``: a plain step, None if the bundles have none. Raises ConfigError for a size that appears twice
-    in a schedule.
-    """
+    """Costs on one device with one setting. ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the
+    app. ``threads``: 0 for the engine's default. ``plain_ms``: a plain step, None if the bundles have none. Raises
+    ConfigError for a size that appears twice in a schedule."""
 
     device: str
     instructions: tuple[str, ...]
@@ -102,10 +99,8 @@ def observe(
     engine: Engine, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], max_tokens: int, report: Report
 ) -> list[list[list[int]]]:
     """For each prompt and token of its answer: the ranks of the next tokens among the candidates of streams 1, 2, ...
-
     Each answer is decoded plainly, then with drafts that are always wrong, so that every step ends at its root and
-    drafts for it.
-    """
+    drafts for it."""
     conversation, base = engine.new_conversation(), plain_of(engine)
     return [
         _ranks(conversation, ids, answer(conversation, ids, base, stop_ids, max_tokens))
@@ -132,11 +127,9 @@ def measure_costs(
     report: Report,
 ) -> CostTable:
     """The mean time of each bundle's step while it answers prompts, as ``bench`` counts it, and that of a plain step.
-
     The bundles take turns, prompt by prompt, so that a drift of the machine affects all alike; the least counts for
     equal sizes and schedules. The table describes this device and the first bundle. Raises InputError if no answer has
-    a second token.
-    """
+    a second token."""
     session, first = sessions[0], sessions[0].bundle.manifest
     counted = BenchOptions(max_tokens=max_tokens)
     lanes = [(each, Measured(SPECULATIVE)) for each in sessions]
@@ -171,11 +164,9 @@ def measure_costs(
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost]) -> list[Choice]:
-    """The best tree of each measured size in the cheaper schedule, fastest first.
-
-    Kernels work on tiles of rows, so a step of one row more may cost much more: only measured sizes are chosen, and of
-    these only what observed drafts fill. Raises InputError if none remains.
-    """
+    """The best tree of each measured size in the cheaper schedule, fastest first. Kernels work on tiles of rows, so a
+    step of one row more may cost much more: only measured sizes are chosen, and of these only what observed drafts
+    fill. Raises InputError if none remains."""
     paths = count_paths(ranks)
     cheapest = {cost.nodes: cost for cost in sorted(costs, key=lambda cost: -cost.ms)}  # the last one of a size
     trees = [Tree.from_counts(paths, size) for size in cheapest]

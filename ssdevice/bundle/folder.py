@@ -32,12 +32,10 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None) -> Self:
-        """The bundle in a folder, after checking its manifest, names, sizes and hashes.
-
-        ``verify=False`` skips only the hashes, for a restart on files that were checked before: hashing took 20 ms per
-        10 MB on a core with SHA instructions and 60 ms without. ``require_signature``: an ed25519 public key (PEM file)
-        that must have signed the manifest; implies ``verify``. Raises BundleError, which names the file and the field.
-        """
+        """The bundle in a folder, after checking its manifest, names, sizes and hashes. ``verify=False`` skips only the
+        hashes, for a restart on files that were checked before: hashing took 20 ms per 10 MB on a core with SHA
+        instructions and 60 ms without. ``require_signature``: an ed25519 public key (PEM file) that must have signed
+        the manifest; implies ``verify``. Raises BundleError, which names the file and the field."""
         folder = arguments.path("a bundle", path)
         if folder.is_file():
             raise BundleError(f"{folder} is a file, a bundle is a folder; unpack it first if it is an archive")

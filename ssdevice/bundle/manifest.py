@@ -54,9 +54,7 @@ ROLES = entries(MAX_FILES, propertyNames=ROLE, additionalProperties=PATH)
 
 class Precision(StrEnum):
     """How weights are stored. Except on Core ML, int8 and int4 also quantize the inputs of linears, one scale per row.
-
-    ``palette4``: sixteen values per group of channels, fitted to the weight (Core ML only).
-    """
+    ``palette4``: sixteen values per group of channels, fitted to the weight (Core ML only)."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -97,12 +95,9 @@ class ModelIdentity(Ruled):
 
 @dataclass(frozen=True)
 class App(Ruled):
-    """An app of the bundle.
-
-    ``mode``, ``msa_layers``: of its streams, None and 0 without. ``instruction``: text before every user message.
-    ``rank``: of its LoRA, 0 without. ``folder``: its folder in the bundle. ``files``: what an engine loads for it.
-    ``functions``: contract name -> the app's name, where the target has functions per app.
-    """
+    """An app of the bundle. ``mode``, ``msa_layers``: of its streams, None and 0 without. ``instruction``: text before
+    every user message. ``rank``: of its LoRA, 0 without. ``folder``: its folder in the bundle. ``files``: what an
+    engine loads for it. ``functions``: contract name -> the app's name, where the target has functions per app."""
 
     name: str = field(metadata=NAME)
     kind: AdapterKind
@@ -147,8 +142,7 @@ class Manifest(Ruled):
     that choose tokens. ``notes``: how the bundle differs from the request, one sentence each. ``parity``: the largest
     differences from the reference, measured by the export. ``roles``: role -> its file or folder. ``files``: path ->
     size and hash of all files but the manifest and its signature. ``BundleWriter.commit`` fills ``files`` and
-    ``roles``.
-    """
+    ``roles``."""
 
     tools: dict[str, str] = field(metadata=entries(100, propertyNames=SHORT, additionalProperties=SHORT))
     model: ModelIdentity

@@ -30,11 +30,8 @@ NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
 
 
 def check_writable(out: Path, option: str = "") -> None:
-    """Raise InputError, before any work, if a file or a new folder cannot be written at this path.
-
-    It is tried, because permissions do not tell of read-only file systems: in the nearest folder that exists, as none
-    is made yet.
-    """
+    """Raise InputError, before any work, if a file or a new folder cannot be written at this path. It is tried, because
+    permissions do not tell of read-only file systems: in the nearest folder that exists, as none is made yet."""
     where = f"{option} {out}".strip()
     try:
         if out.exists() and not out.is_dir():
@@ -101,11 +98,9 @@ class Stage:
         raise InputError(f"{self.path} was left by another writer and cannot be removed; remove it")
 
     def publish(self, *, replace: bool) -> None:
-        """Rename the work to ``out``, with ``replace`` instead of what is there.
-
-        A folder is replaced by two renames; after a crash between them the next writer restores the old one. Raises
-        InputError if ``out`` exists and ``replace`` is False.
-        """
+        """Rename the work to ``out``, with ``replace`` instead of what is there. A folder is replaced by two renames;
+        after a crash between them the next writer restores the old one. Raises InputError if ``out`` exists and
+        ``replace`` is False."""
         sync_tree(self.path)
         if not replace and os.path.lexists(self.out):
             raise InputError(f"{self.out} exists; choose another name")
@@ -172,10 +167,8 @@ def _sync(path: Path) -> None:
 
 
 def lock_path(path: Path, *, wait: bool = True, needed: bool = False) -> int:
-    """A handle that locks a file or folder until it is closed or the process ends.
-
-    Raises BlockingIOError if another process holds it and ``wait`` is False. Systems without locks lock nothing, or
-    raise OSError if one is ``needed``.
+    """A handle that locks a file or folder until it is closed or the process ends. Raises BlockingIOError if another
+    process holds it and ``wait`` is False. Systems without locks lock nothing, or raise OSError if one is ``needed``.
     """
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)

@@ -135,10 +135,8 @@ ALTERNATIVES = "|"
 
 
 class Trace:
-    """Prints the steps of an answer, one line each (after figure 11 of 2402.11131).
-
-    Accepted drafts are green, the model's own tokens bold, rejected drafts red, or in brackets without colours.
-    """
+    """Prints the steps of an answer, one line each (after figure 11 of 2402.11131). Accepted drafts are green, the
+    model's own tokens bold, rejected drafts red, or in brackets without colours."""
 
     def __init__(self, tokenizer: ChatTokenizer, tree: Tree) -> None:
         self._tokenizer, self._tree = tokenizer, tree

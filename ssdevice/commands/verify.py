@@ -80,10 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _comparisons(args: argparse.Namespace, bundle: Bundle, report: Report) -> Iterator[tuple[str, Any, list[str]]]:
-    """Compare all decoding modes, then the plain answers with whatever else was asked for.
-
-    For each comparison: its key and value in the output, and what breaks the promise.
-    """
+    """Compare all decoding modes, then the plain answers with whatever else was asked for. For each comparison: its key
+    and value in the output, and what breaks the promise."""
     limit, options = args.limit or LIMIT, opening.engine_options(args)
     examples = read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
     folder, other = _reference(args, bundle), _other_bundle(args, bundle)

@@ -29,11 +29,9 @@ class Decoder:
         self.pending, self._turn = 0, asyncio.Lock()
 
     async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
-        """The answer as it grows: first when its first call has been made, last when it is whole.
-
-        It does not change while the caller looks at it. Closing the iterator cancels the request after the current call
-        of the model. Raises Refusal, also if the queue is full.
-        """
+        """The answer as it grows: first when its first call has been made, last when it is whole. It does not change
+        while the caller looks at it. Closing the iterator cancels the request after the current call of the model.
+        Raises Refusal, also if the queue is full."""
         async with self._admitted(), aclosing(decode(self.session, request, self.metrics)) as answers:
             async for answer in answers:
                 yield answer

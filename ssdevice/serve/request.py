@@ -30,11 +30,9 @@ Check: TypeAlias = Callable[[str, Any], Any]
 @dataclass(frozen=True)
 class Request:
     """What to decode: either ``messages`` with ``tools`` and ``template`` arguments, or a ``prompt``, text or ids.
-
     ``sampling``: the fields of Sampling that were named, ``structure`` among them, and a seed if tokens are drawn.
     ``forced``: functions of which the answer must call one. ``max_tokens``: None for what the context takes.
-    ``logprobs``: how many alternatives; None for no log-probabilities. ``usage``: whether a stream ends with it.
-    """
+    ``logprobs``: how many alternatives; None for no log-probabilities. ``usage``: whether a stream ends with it."""
 
     app: str
     messages: Sequence[Mapping[str, Any]] | None = None

@@ -13,9 +13,7 @@ from ssdevice.serve.guard import Refusal
 
 class Verifying:
     """The conversations of at most ``most`` devices; a further one takes the place of the one that was idle longest.
-
-    Raises InputError for a bundle without a step.
-    """
+    Raises InputError for a bundle without a step."""
 
     def __init__(self, session: Session, most: int) -> None:
         if STEP not in session.engine.functions:
@@ -25,10 +23,8 @@ class Verifying:
 
     def answer(self, app: str, client: str, at: int, content: bytes) -> bytes:
         """The tokens of one call: after a text whose first ``at`` tokens are held, or after one token with drafts.
-
         Raises Refusal with UNKNOWN_TEXT if fewer are held, InputError for drafts that are too many or misplaced, and
-        ids that are no tokens. A refused request changes nothing.
-        """
+        ids that are no tokens. A refused request changes nothing."""
         if len(client) != 32 or not set(client) <= set("0123456789abcdef"):
             raise InputError(f"client {client[:60]!r}, expected 32 digits of a random number, in hexadecimal")
         text, drafts = unpacked(content)

@@ -142,10 +142,8 @@ def put(made: Path, folder: Path) -> Path:
 @contextmanager
 def crew(file: Path, threads: int, apart: bool = False) -> Iterator[None]:
     """Sessions opened meanwhile run these kernels on ``threads`` threads of the process; 0: on threads of their own.
-
     ``apart``: the operators of regions as nodes, which a profile shows. Raises InputError for a broken library, and for
-    one that another user can have changed.
-    """
+    one that another user can have changed."""
     library = loaded(file)
     with _opening:
         library.ssdevice_crew(threads)
