@@ -160,14 +160,9 @@ class Session(OpenBundle):
         return self._begin_later(arguments.wholes("prompt", prompt), max_tokens, stop, mode, sampling)
 
     def _begin_later(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        stop: Sequence[str],
-        mode: str,
-        sampling: Sampling | None,
+        self, prompt: Sequence[int], max_tokens: int, stop: Sequence[str], mode: str, sampling: Sampling | None,
         turn: _Turn | None = None,
-    ) -> Generator[Run, None, None]:
+    ) -> Generator[Run, None, None]:  # fmt: skip
         """Check a request without changing anything. ``turn``: None starts a new conversation. When the answer begins,
         it takes the cache of the app in use now; it goes on as long as it owns it."""
         max_tokens, stop = arguments.whole("max_tokens", max_tokens, 1), arguments.texts("stop", stop)

@@ -29,18 +29,12 @@ class ExecutorchEngine(Engine):
     BundleError, see LoadedProgram."""
 
     def __init__(
-        self,
-        file: Path,
-        geometry: Geometry,
-        names: Sequence[str],
-        options: EngineOptions,
-        program: LoadedProgram | None = None,
-        adapter: AdapterSlots | None = None,
-    ) -> None:
+        self, file: Path, geometry: Geometry, names: Sequence[str], options: EngineOptions,
+        program: LoadedProgram | None = None, adapter: AdapterSlots | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(geometry, frozenset(names), file)
-        self.specs = specs_of(geometry, names)
+        self.specs, self.adapter = specs_of(geometry, names), adapter
         self.program = program or LoadedProgram(file, geometry, self.specs, options)
-        self.adapter = adapter
         self.program.users += 1
         self.names = {
             name: [*(tensor.name for tensor in spec.outputs if 0 not in tensor.shape), contract.LOGITS]
@@ -83,11 +77,9 @@ class ExecutorchCache(Cache):
 
     def __init__(self, engine: ExecutorchEngine, inputs: Inputs, memory: object) -> None:
         super().__init__(inputs)
-        self.engine = engine
-        self.memory = memory
+        self.engine, self.memory, self.adapter = engine, memory, engine.adapter
         self.saved: list[Array] | None = None
         self.written = 0
-        self.adapter = engine.adapter
         self._tensors = {
             name: [engine.program.tensor(inputs[tensor.name]) for tensor in spec.inputs]
             for name, spec in engine.specs.items()

@@ -51,15 +51,9 @@ class OnnxEngine(Engine):
     threads among sessions then (``kernels.crew``)."""
 
     def __init__(
-        self,
-        files: Mapping[str, Path],
-        geometry: Geometry,
-        cache_dtype: str,
-        options: EngineOptions,
-        shared: SharedBase | None = None,
-        adapter: AdapterTensors | None = None,
-        quantized: bool = False,
-    ) -> None:
+        self, files: Mapping[str, Path], geometry: Geometry, cache_dtype: str, options: EngineOptions,
+        shared: SharedBase | None = None, adapter: AdapterTensors | None = None, quantized: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(geometry, frozenset(files), next(iter(files.values()), Path()).parent)
         self.files = {function: file.absolute() for function, file in files.items()}
         self._checked = {file: _identity(file) for file in self.files.values()}

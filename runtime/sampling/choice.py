@@ -63,14 +63,9 @@ class Chooser:
     speed. Raises InputError for ids that the model does not have."""
 
     def __init__(
-        self,
-        sampling: Sampling,
-        prompt: Sequence[int],
-        stops: Sequence[int],
-        vocab: int,
-        grammar: Grammar | None = None,
-        library: object = None,
-    ) -> None:
+        self, sampling: Sampling, prompt: Sequence[int], stops: Sequence[int], vocab: int,
+        grammar: Grammar | None = None, library: object = None,
+    ) -> None:  # fmt: skip
         sampling.check_ids(vocab)
         self.sampling, self._processed, self._grammar = sampling, sampling.processed, grammar
         self.logprobs: list[Logprobs] = []

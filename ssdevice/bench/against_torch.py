@@ -18,6 +18,7 @@ from ssdevice.progress import Report, track
 from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.options import LossWeights
 
+Texts = Sequence[Sequence[int]]
 # The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
 LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
 TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 2.0, Precision.PALETTE4: 2.0}
@@ -70,12 +71,7 @@ def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path 
 
 
 def agreement(
-    bundle: Bundle,
-    app: str | None,
-    model: StreamModel,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    report: Report,
+    bundle: Bundle, app: str | None, model: StreamModel, prompts: Texts, answers: Texts, report: Report
 ) -> Agreement:
     """How many tokens the torch model would have chosen too, each after the bundle's own answer so far. ``app``: of the
     bundle; ``model``: its base and adapter, see ``reference_folder``."""

@@ -1,7 +1,7 @@
 """A measurement as JSON, as Markdown, and as one HTML page without scripts, fonts or pictures from elsewhere."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,7 @@ def quality_of(result: BenchResult, metric: str | None) -> Json:
 
 
 def as_json(
-    setting: Json,
-    geometry: Geometry,
-    options: BenchOptions,
-    result: BenchResult,
-    quality: Json,
-    memory: Mapping[str, Mapping[str, float]],
+    setting: Json, geometry: Geometry, options: BenchOptions, result: BenchResult, quality: Json, memory: Json
 ) -> Json:
     """The object ``bench --json`` writes. ``setting``: what was measured, which becomes a part of it as it is."""
     speedup, drafts = result.speedup, result.acceptance.table(geometry.gamma, geometry.k)
@@ -68,7 +63,7 @@ def as_json(
     }
 
 
-def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Mapping[str, Any] | None) -> Json:
+def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Json | None) -> Json:
     found = arm_as_json(mode)
     found |= {
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),

@@ -23,13 +23,9 @@ WARM_UP_PROMPTS = 2
 
 
 def fitting(
-    examples: Sequence[Example],
-    tokenizer: ChatTokenizer,
-    instruction: str | None,
-    most: int,
-    skip_long: bool | None = None,
-    file: Path | None = None,
-) -> tuple[list[Example], list[list[int]]]:
+    examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str | None, most: int,
+    skip_long: bool | None = None, file: Path | None = None,
+) -> tuple[list[Example], list[list[int]]]:  # fmt: skip
     """The examples whose prompts, after an app's ``instruction``, have at most ``most`` tokens, and the ids of each.
     ``skip_long``: leave out the others; None if the user has no such option. ``file``: where the examples are from.
     Raises InputError, or ContextOverflowError for a prompt that does not fit; both name the prompt."""

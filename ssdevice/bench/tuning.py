@@ -120,18 +120,15 @@ def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int])
 
 
 def measure_costs(
-    sessions: Sequence[Session],
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    options: EngineOptions,
-    report: Report,
+    sessions: Sequence[Session], prompts: Sequence[Sequence[int]], most: int, options: EngineOptions, report: Report
 ) -> CostTable:
     """The mean time of each bundle's step while it answers prompts, as ``bench`` counts it, and that of a plain step.
+    ``most``: tokens of an answer.
     The bundles take turns, prompt by prompt, so that a drift of the machine affects all alike; the least counts for
     equal sizes and schedules. The table describes this device and the first bundle. Raises InputError if no answer has
     a second token."""
     session, first = sessions[0], sessions[0].bundle.manifest
-    counted = BenchOptions(max_tokens=max_tokens)
+    counted = BenchOptions(max_tokens=most)
     lanes = [(each, Measured(SPECULATIVE)) for each in sessions]
     lanes += [(each, Measured("plain")) for each in sessions if PLAIN in each.engine.functions][:1]
     for each, measured in lanes:

@@ -112,8 +112,16 @@ def make_smollm2(folder: Path) -> None:
     gguf = _packaged()
     if find_spec("gguf") is None:  # transformers would say so less clearly, and much later
         raise MissingExtraError("smollm2", "gguf")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    source, name = gguf.parent, gguf.name
     with closing(Stage(folder, folder=True)) as stage, disk_errors(folder):
-        _convert(gguf, stage.path)
+        config = GgufConfig(gguf_file=name, dequantize=True)
+        load = AutoModelForCausalLM.from_pretrained
+        load(source, gguf_file=name, dtype=torch.float16, quantization_config=config).save_pretrained(stage.path)
+        AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(stage.path)
         stage.publish(replace=False)
 
 
@@ -126,15 +134,3 @@ def _packaged() -> Path:
     if found is None or not found.is_file() or file_sha256(found, found.stat().st_size) != GGUF_SHA256:
         raise InputError(f"{PACKAGE} is installed, but its weights are not those expected; install them: {INSTALL}")
     return found
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
-
-    source, name = gguf.parent, gguf.name
-    config = GgufConfig(gguf_file=name, dequantize=True)
-    load = AutoModelForCausalLM.from_pretrained
-    load(source, gguf_file=name, dtype=torch.float16, quantization_config=config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
