@@ -4,9 +4,9 @@ Where a bundle has functions for a host that chooses, each step is also made in 
 and every other time the gate sees their drafts and rows instead of the step's.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Self
+from unittest.mock import patch
 
 from ssdevice.contract import DRAFT, STEP, VERIFY, VERIFY_PLAIN
 from ssdevice.errors import ParityError
@@ -22,11 +22,14 @@ class EngineDriver:
         self.engine = engine
         self.conversation = engine.new_conversation()
         self._steps = 0
+        # In this context the host chooses tokens, the likeliest ones.
+        self.choosing = patch.object(self.conversation, "chooser", lambda logits: int(logits.argmax()))
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
         self.conversation.length = length
         token = self.conversation.prefill(tokens)
-        return token, self._drafts() if STEP in self.engine.functions else []  # nothing would verify drafts
+        # Without a step nothing would verify drafts.
+        return token, self.conversation.drafts.tolist() if STEP in self.engine.functions else []
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
         self.conversation.length = length
@@ -45,7 +48,7 @@ class EngineDriver:
         self.conversation.length = length
         token = self.conversation.step_plain(last)
         if VERIFY_PLAIN in self.engine.functions:
-            with self._choosing():
+            with self.choosing:
                 chosen = self.conversation.step_plain(last)
             if chosen != token:
                 raise ParityError(f"{VERIFY_PLAIN} leads to token {chosen}, plain decoding to {token}")
@@ -53,28 +56,15 @@ class EngineDriver:
 
     def _step(self, last: int, drafts: Drafts) -> StepOut:
         self.conversation.drafts[:] = drafts
-        return StepOut(self.conversation.step(last), self._drafts())
+        return StepOut(self.conversation.step(last), self.conversation.drafts.tolist())
 
     def _choose(self, last: int, drafts: Drafts) -> StepOut:
         """A step in two calls, whose host chooses greedily."""
-        with self._choosing():
+        with self.choosing:
             return self._step(last, drafts)
-
-    @contextmanager
-    def _choosing(self) -> Iterator[None]:
-        """In this context the host chooses tokens, the likeliest ones."""
-        self.conversation.chooser = lambda logits: int(logits.argmax())
-        try:
-            yield
-        finally:
-            self.conversation.chooser = None
 
     def rows(self, start: int, end: int) -> Array | None:
         return self.conversation.cache.rows(start, end)
-
-    def _drafts(self) -> Drafts:
-        drafts: Drafts = self.conversation.drafts.tolist()
-        return drafts
 
     def __enter__(self) -> Self:
         return self

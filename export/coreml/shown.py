@@ -5,40 +5,35 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ssdevice.contract import KEYS, LENGTH, PREFILL, ROWS, VALUES
+from ssdevice.contract import KEYS, ROWS, VALUES, Geometry
 from ssdevice.export.mlprogram.stored import key_of
 from ssdevice.export.mlprogram.weights import short_name, weight_key
 from ssdevice.export.parity.difference import Array
-from ssdevice.export.parity.products import Call, Product
-from ssdevice.export.plan import ExportPlan
+from ssdevice.export.parity.products import Call, Product, Shown
 from ssdevice.mil.program import Program
 from ssdevice.mil.schema import Operation
+from ssdevice.runtime.engine import rows_of_state
 
 SHORT = re.compile(r"w[0-9a-f]{8}")
 
 
-class CoreMLShown:
-    """See ``parity.products.Shown``. ``names``: the package's names of the contract's functions."""
+class CoreMLShown(Shown):
+    """``names``: the package's names of the contract's functions."""
 
-    dtype: type[np.generic] = np.float16
-    slotted = False
+    dtype = np.float16
 
-    def __init__(self, program: Program, plan: ExportPlan, names: Mapping[str, str]) -> None:
-        self.program, self.plan, self.names = program, plan, names
-        self.state = program.make_state(names[PREFILL])
+    def __init__(self, program: Program, geometry: Geometry, names: Mapping[str, str]) -> None:
+        self.program, self.geometry, self.names = program, geometry, names
 
     def spell(self, parameter: str) -> str:
-        """See Shown."""
         return short_name(key_of(parameter))
 
-    def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
-        """See Shown."""
-        g, name = self.plan.geometry, self.names[function]
+    def call(self, function: str, inputs: Mapping[str, Array], length: int, past: Array) -> Call:
+        g, name = self.geometry, self.names[function]
         held = past.reshape(g.layers, 2, length, g.kv_heads, g.head_dim).swapaxes(2, 3)
+        state = self.program.make_state(name)
         for at, key in enumerate((KEYS, VALUES)):
-            state = np.zeros_like(self.state[key])
-            state[:, :, :length] = held[:, at]
-            self.state[key] = state
+            state[key][:, :, :length] = held[:, at]
         marks = self._products(name)
         wanted = {value for _, source, result in marks for value in (source, result)}
         seen: dict[str, Array] = {}
@@ -48,15 +43,9 @@ class CoreMLShown:
                 if output in wanted:
                     seen[output] = value.reshape(-1, value.shape[-1])
 
-        inputs = {**integers, LENGTH: np.array([length], np.int32)}
-        out = dict(self.program.run(name, inputs, self.state, observe))
-        new = np.stack([self.state[key][:, :, length : length + g.chunk] for key in (KEYS, VALUES)], axis=1)
-        out[ROWS] = new.swapaxes(2, 3).reshape(2 * g.layers, -1, g.row_width)
+        out = self.program.run(name, inputs, state, observe)
+        out[ROWS] = rows_of_state(state[KEYS], state[VALUES], length, length + g.chunk)
         return Call(out, [Product(weight, seen[source], seen[result]) for weight, source, result in marks])
-
-    def close(self) -> None:
-        """See Shown."""
-        self.state.clear()
 
     def _products(self, function: str) -> list[tuple[str, str, str]]:
         """(weight, rows, result) of every linear, in order."""

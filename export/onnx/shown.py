@@ -7,14 +7,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ssdevice.contract import LENGTH, NEXT_ROOT, TOKENS, past_key, past_value
+from ssdevice.contract import NEXT_ROOT, TOKENS, past_key, past_value
 from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.graphs import WEIGHTS_FOLDER, ancestors, makers, show_choices, show_regions
 from ssdevice.export.parity.difference import Array
-from ssdevice.export.parity.products import Call, Product
-from ssdevice.export.plan import ExportPlan
+from ssdevice.export.parity.products import Call, Product, Shown
 from ssdevice.memory import free_memory
-from ssdevice.runtime.onnx.adapter import AdapterTensors
+from ssdevice.runtime.onnx.engine import OnnxEngine
 
 MODULE = "module.model."
 """Ends what the tracer puts before a parameter's name; with open identifiers there is more before it."""
@@ -27,36 +26,26 @@ Written = tuple[Weights, str, str]
 """A product of a file: its weights with how many columns each has, and the names of its rows and its result."""
 
 
-class OnnxShown:
-    """See ``parity.products.Shown``. ``files``: function -> graph; ``adapter``: what its slots take.
+class OnnxShown(Shown):
+    """The graphs of an ``engine``, with an adapter if they have slots. ``products``: those of each file."""
 
-    ``products``: those of each file; ``plan``: the app's.
-    """
-
-    def __init__(
-        self,
-        files: Mapping[str, Path],
-        products: Mapping[Path, list[Written]],
-        plan: ExportPlan,
-        cache_dtype: str,
-        adapter: AdapterTensors | None,
-    ) -> None:
-        self.dtype: type[np.generic] = np.dtype(cache_dtype).type
-        self.files, self.products, self.geometry, self.slotted = files, products, plan.geometry, not plan.merged
-        self.adapter = {name: value.numpy() for name, value in adapter.values.items()} if adapter is not None else {}
+    def __init__(self, engine: OnnxEngine, products: Mapping[Path, list[Written]], slotted: bool) -> None:
+        self.dtype = np.dtype(engine.cache_dtype).type
+        self.files, self.products, self.geometry, self.slotted = engine.files, products, engine.geometry, slotted
+        self.adapter = {name: value.numpy() for name, value in engine.adapter.values.items()} if engine.adapter else {}
         self._open: tuple[str, ort.InferenceSession, list[Written]] | None = None
 
     def spell(self, parameter: str) -> str:
         return parameter.replace(WRAPPED, "")
 
-    def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
+    def call(self, function: str, inputs: Mapping[str, Array], length: int, past: Array) -> Call:
         if self._open is None or self._open[0] != function:
             self.close()  # a session holds the weights, so there is one at a time
             file = self.files[function]
             self._open = function, *open_shown(file, self.products[file])
         _, session, products = self._open
         names = [value.name for value in session.get_outputs()]
-        feeds = {**integers, LENGTH: np.array([length], np.int32)}
+        feeds = dict(inputs)
         rows = past if length else np.zeros((len(past), 1, self.geometry.row_width), np.float32)
         rows = rows.astype(self.dtype, copy=False)
         for layer in range(self.geometry.layers):

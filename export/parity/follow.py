@@ -6,20 +6,8 @@ from itertools import count
 import numpy as np
 import torch
 
-from ssdevice.contract import (
-    CHUNK,
-    COUNT,
-    DRAFTS,
-    NEXT_DRAFTS,
-    NEXT_ROOT,
-    PLAIN,
-    PREFILL,
-    ROOT,
-    ROWS,
-    STEP,
-    TOKENS,
-    VALID,
-)
+from ssdevice import contract
+from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROOT, ROWS, STEP, TOKENS
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array, as_stored, stored_difference
@@ -28,7 +16,10 @@ from ssdevice.export.parity.reference import Drafts, StepOut, TorchDriver, force
 
 
 def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
-    """Prefill of a whole and a part of a chunk, plain steps, a step of every depth; raises ParityError."""
+    """Prefill of a whole and a part of a chunk, plain steps, a step of every depth, of an artifact that is then closed.
+
+    Raises ParityError.
+    """
     g = job.plan.geometry
     walk = Walk(job, shown, bounds)
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, g.context - 2 * g.tree.emitted)))
@@ -52,12 +43,9 @@ def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
     for node in nodes:
         report(STEP)
         walk.step(truth[0], force_drafts(g, node, truth[1:], draw), len(prompt), node)
+    shown.close()
     found = walk.follower
-    return {
-        "products": float(found.count),
-        "product_error": found.worst_product,
-        "input_error": found.worst_rows,
-    }
+    return {"products": float(found.count), "product_error": found.worst_product, "input_error": found.worst_rows}
 
 
 class Walk:
@@ -73,7 +61,7 @@ class Walk:
         chunk = np.zeros(self.geometry.chunk, np.int32)
         chunk[: len(tokens)] = tokens
         where = f"{PREFILL} of {len(tokens)} tokens at {length}"
-        call = self._call(PREFILL, {CHUNK: chunk, VALID: _int(len(tokens))}, length)
+        call = self._call(PREFILL, {contract.CHUNK: chunk, contract.VALID: _int(len(tokens))}, length)
         root, drafts = self.follower.follow(where, call, lambda: self.reference.prefill(tokens, length))
         self._same_ids(where, NEXT_ROOT, int(call.outputs[NEXT_ROOT].item()), root, self.reference.main[-1])
         if self.geometry.gamma:
@@ -93,7 +81,7 @@ class Walk:
     def step(self, root: int, drafts: Drafts, length: int, node: int) -> StepOut:
         """One step over forced drafts that should end at ``node``."""
         where = f"{STEP} to node {node}"
-        call = self._call(STEP, {ROOT: _int(root), DRAFTS: np.array(drafts, np.int32)}, length)
+        call = self._call(STEP, {ROOT: _int(root), contract.DRAFTS: np.array(drafts, np.int32)}, length)
         theirs = self.follower.follow(where, call, lambda: self.reference.step(root, drafts, length))
         count = int(call.outputs[COUNT].item())
         if count != len(theirs.tokens):
@@ -108,7 +96,8 @@ class Walk:
     def _call(self, function: str, integers: dict[str, Array], length: int) -> Call:
         past = self.reference.cache.rows[..., :length, :]
         past.copy_(torch.from_numpy(as_stored(past.numpy(), self.shown.dtype)))
-        return self.shown.call(function, integers, length, self.reference.rows(0, length))
+        inputs = {**integers, contract.LENGTH: _int(length)}
+        return self.shown.call(function, inputs, length, self.reference.rows(0, length))
 
     def _same_drafts(self, where: str, call: Call, theirs: Drafts) -> None:
         for j, (mine, row) in enumerate(zip(call.outputs[NEXT_DRAFTS].tolist(), theirs, strict=True)):

@@ -69,18 +69,15 @@ class Gate:
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
         """Commit these tokens at ``length`` on all sides, whatever each side accepted there."""
-
-        def plainly(driver: Driver) -> None:
+        for driver in dict.fromkeys((self.twin, self.reference, self.artifact)):
             for i, token in enumerate(tokens):
                 driver.plain(token, length + i)  # a chunk would cost many times as much
 
-        plainly(self.twin)
-        self.both(plainly)
-
-    def both(self, call: Callable[[Driver], Result]) -> tuple[Result, Result]:
-        """What a call gives on the reference and on the artifact."""
-        theirs = call(self.reference)
-        return theirs, theirs if self.artifact is self.reference else call(self.artifact)
+    def sides(self, call: Callable[[Driver], Result]) -> tuple[Result, Result, Result]:
+        """What a call gives on the twin, the reference and the artifact; logits of main rows are recorded."""
+        twins, theirs = call(self.twin), call(self.reference)
+        self.spread.logits(self.twin.main, self.reference.main)
+        return twins, theirs, theirs if self.artifact is self.reference else call(self.artifact)
 
     def same_rows(self, where: str, start: int, end: int) -> None:
         """Record committed rows. Raises ParityError for rows that cannot be compared."""
@@ -131,9 +128,7 @@ def check(
     with released_after((*backbone.layers, backbone.lm_head)):
         if shown is None or bounds is None:
             return compare(job, artifact, jitter)
-        facts = follow(job, shown, bounds)
-        shown.close()
-        return facts | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
+        return follow(job, shown, bounds) | compare(job, artifact, jitter, steps=job.plan.geometry.tree.emitted + 2)
 
 
 def check_each(job: ExportJob, check_app: Callable[[AppPlan, ExportJob], Mapping[str, float]]) -> dict[str, float]:
@@ -184,13 +179,10 @@ def _end_nodes(tree: Tree) -> list[int]:
 
 
 def _compare_prefill(gate: Gate, prompt: list[int]) -> int:
-    chunk, reference = gate.geometry.chunk, gate.reference
-    run_prefill(gate.twin, prompt, chunk)
-    theirs, mine = gate.both(lambda driver: run_prefill(driver, prompt, chunk))
+    _, theirs, mine = gate.sides(lambda driver: run_prefill(driver, prompt, gate.geometry.chunk))
     gate.same_rows(PREFILL, 0, len(prompt))
-    gate.spread.logits(gate.twin.main, reference.main)
-    gate.spread.logits(gate.twin.streams, reference.streams)
-    gate.same_id(PREFILL, NEXT_ROOT, mine[0], theirs[0], reference.main[-1])
+    gate.spread.logits(gate.twin.streams, gate.reference.streams)
+    gate.same_id(PREFILL, NEXT_ROOT, mine[0], theirs[0], gate.reference.main[-1])
     if gate.geometry.gamma:
         gate.same_drafts(PREFILL, mine[1], theirs[1])
     return theirs[0]
@@ -199,10 +191,8 @@ def _compare_prefill(gate: Gate, prompt: list[int]) -> int:
 def _compare_plain(gate: Gate, prompt: list[int], root: int) -> None:
     for i in range(PLAIN_STEPS):
         where, length = f"{PLAIN}, step {i + 1}", len(prompt) + i
-        gate.twin.plain(root, length)
-        theirs, mine = gate.both(lambda driver: driver.plain(root, length))  # noqa: B023  called at once
+        _, theirs, mine = gate.sides(lambda driver: driver.plain(root, length))  # noqa: B023  called at once
         gate.same_rows(where, length, length + 1)
-        gate.spread.logits(gate.twin.main, gate.reference.main)
         gate.same_id(where, f"{TOKENS}[0]", mine, theirs, gate.reference.main[0])
         root = theirs
 
@@ -226,10 +216,8 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
         emitted = g.tree.depths[node] + 1
         length, root = len(prompt) + done, truth[done]
         drafts = force_drafts(g, node, truth[done + 1 :], draw)
-        twin = gate.twin.step(root, drafts, length)
-        theirs, mine = gate.both(lambda driver: driver.step(root, drafts, length))  # noqa: B023  called at once
+        twin, theirs, mine = gate.sides(lambda driver: driver.step(root, drafts, length))  # noqa: B023  called at once
         where = f"{STEP} {gate.steps + 1} (end node {node})"
-        gate.spread.logits(gate.twin.main, reference.main)
         plainly = truth[done + 1 : done + 1 + emitted]
         reached = gate.same_tokens(f"{where}, the reference", theirs.tokens, plainly, node)
         if not reached or not gate.same_tokens(where, mine.tokens, theirs.tokens, node):

@@ -15,11 +15,12 @@ So errors do not accumulate, and the bounds are those of one operation at any de
 tokens, counts and drafts chosen from them must be equal, and rows to commit must agree like the rows of 1.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,8 +37,7 @@ from ssdevice.model.streams import LowRank, StreamRowAdapter
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """``weight``: the parameter's name in the artifact; ``inputs [rows, K]``, ``outputs [rows, N]``."""
 
     weight: str
@@ -45,34 +45,32 @@ class Product:
     outputs: Array
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a function: outputs by the contract's names (the new rows as ``ROWS``), and all its products."""
 
     outputs: Mapping[str, Array]
     products: Sequence[Product]
 
 
-class Shown(Protocol):
+class Shown(ABC):
     """An artifact that shows its products. ``dtype``: that of its cache.
 
     ``slotted``: low-rank terms are graph inputs, and part of the product of their linear.
     """
 
-    dtype: type[np.generic]
-    slotted: bool
+    dtype: type[np.generic] = np.float32
+    slotted = False
 
-    def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
-        """``past``: committed rows ``[2 * layers, length, kv_heads * head_dim]``."""
-        ...
+    @abstractmethod
+    def call(self, function: str, inputs: Mapping[str, Array], length: int, past: Array) -> Call:
+        """``inputs``: the integers, with the length; ``past``: rows ``[2 * layers, length, kv_heads * head_dim]``."""
 
     def spell(self, parameter: str) -> str:
         """The artifact's name of a parameter."""
-        ...
+        return parameter
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most hold nothing of their own
         """Release what calls need: there are no more."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -244,9 +242,7 @@ class Follower:
             raise ParityError(f"{self.where}: {self._place(module)} reads rows of shape {mine.shape} or not finite")
         if len(mine) == len(theirs):
             return np.arange(len(theirs))
-        apart = np.square(mine[:, None] - theirs[None]).sum(axis=-1)
-        nearest: Array = apart.argmin(axis=1)
-        return nearest
+        return np.asarray(np.square(mine[:, None] - theirs[None]).sum(axis=-1).argmin(axis=1))
 
     def _place(self, module: nn.Module) -> str:
         """``layer 17, self_attn.q_proj``."""

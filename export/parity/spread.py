@@ -23,24 +23,14 @@ DRAWS = 5
 """An artifact is compared with at most so many twins, one after another until it is found right."""
 
 
-@dataclass(frozen=True)
-class Tie:
-    """Two ids that differ, and the distance of the reference's logits for them."""
-
-    where: str
-    name: str
-    mine: int
-    theirs: int
-    margin: float
-
-
 @dataclass
 class Spread:
     """``sums [3, 2 * layers]``: of squares by keys and values of each layer, of the artifact's differences, the twin's
-    and the rows themselves. ``changes``: of the twin's logits (rms), for each call in the row that changes most."""
+    and the rows themselves. ``ties``: ids that differ, in words, and how far the reference's logits for them are apart.
+    ``changes``: of the twin's logits (rms), for each call in the row that changes most."""
 
     sums: Array = field(default_factory=lambda: np.zeros((3, 1)))
-    ties: list[Tie] = field(default_factory=list)
+    ties: list[tuple[str, float]] = field(default_factory=list)
     changes: list[float] = field(default_factory=list)
     scale: float = 0.0
 
@@ -59,7 +49,7 @@ class Spread:
 
     def tie(self, where: str, name: str, mine: int, theirs: int, margin: float) -> None:
         """Record two ids that differ."""
-        self.ties.append(Tie(where, name, mine, theirs, margin))
+        self.ties.append((f"{where}: {name} is {mine}, the reference says {theirs}", margin))
 
     def facts(self) -> dict[str, float]:
         """The largest differences of rows, of ids and of logits, for the manifest."""
@@ -68,7 +58,7 @@ class Spread:
             "rows": float(mine.max(initial=0.0)),
             "rows_spread": float(twin.max(initial=0.0)),
             "near_ties": float(len(self.ties)),
-            "near_tie_margin": max((tie.margin for tie in self.ties), default=0.0),
+            "near_tie_margin": max((margin for _, margin in self.ties), default=0.0),
             "logits_spread": max(self.changes, default=0.0),
         }
 
@@ -97,12 +87,11 @@ class Spread:
                 f"{at // 2} reads or its projections are wrong; the bundle was not published"
             )
         near = TIE_FACTOR * max(self.changes, default=0.0) + FLOOR * jitter * self.scale
-        for tie in self.ties:
-            if tie.margin > near:
+        for differ, margin in self.ties:
+            if margin > near:
                 return (
-                    f"{tie.where}: {tie.name} is {tie.mine}, the reference says {tie.theirs} and prefers it by "
-                    f"{tie.margin:.3g}; a near-tie of this model is at most {near:.3g}. All committed rows agree, so "
-                    "the fault is in the streams, the head or the choice among candidates; the bundle was not "
-                    "published"
+                    f"{differ} and prefers it by {margin:.3g}; a near-tie of this model is at most {near:.3g}. All "
+                    "committed rows agree, so the fault is in the streams, the head or the choice among candidates; "
+                    "the bundle was not published"
                 )
         return None

@@ -10,17 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ssdevice.contract import KEYS, LENGTH, ROWS, VALUES, FunctionSpec, Geometry
+from ssdevice.contract import KEYS, ROWS, VALUES, FunctionSpec, Geometry
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.follow import follow
-from ssdevice.export.parity.products import Bounds, Call, Product
+from ssdevice.export.parity.products import Bounds, Call, Product, Shown
 from ssdevice.memory import free_memory
 
 MODEL = "module.model."
@@ -35,45 +34,31 @@ Programs = Mapping[str, ExportedProgram]
 
 
 def follow_traced(
-    job: ExportJob,
-    specs: Mapping[str, FunctionSpec],
-    programs: Programs,
-    bounds: Bounds,
-    report: Callable[[str], None],
+    job: ExportJob, specs: Mapping[str, FunctionSpec], programs: Programs, bounds: Bounds, report: Callable[[str], None]
 ) -> dict[str, float]:
     """``follow`` for programs that were traced from the job's model, which is the reference.
 
     ``specs``: of all functions. ``report`` hears what is going on. Raises ParityError.
     """
     reference = replace(job, report=lambda _, __, ___, detail: report(f"check {detail}"))
-    shown = TracedShown(programs, specs, job.plan.geometry)
-    facts = follow(reference, shown, bounds)
-    shown.close()
-    return facts
+    return follow(reference, TracedShown(programs, specs, job.plan.geometry), bounds)
 
 
-class TracedShown:
-    """A ``Shown`` of traced programs, with the state of ``InternalCacheForm``, stacked or one tensor per layer."""
-
-    dtype: type[np.generic] = np.float32
-    slotted = False
+class TracedShown(Shown):
+    """Traced programs with the state of ``InternalCacheForm``, stacked or one tensor per layer."""
 
     def __init__(self, programs: Programs, specs: Mapping[str, FunctionSpec], geometry: Geometry) -> None:
         self.geometry, self.specs = geometry, specs
         self.programs = {name: Recorder(programs[name]) for name in specs}
 
-    def spell(self, parameter: str) -> str:
-        return parameter
-
-    def call(self, function: str, integers: Mapping[str, Array], length: int, past: Array) -> Call:
+    def call(self, function: str, inputs: Mapping[str, Array], length: int, past: Array) -> Call:
         g, spec = self.geometry, self.specs[function]
-        feeds = {**integers, LENGTH: np.array([length], np.int32)}
         rows = torch.zeros(2, g.layers, g.kv_heads, g.capacity, g.head_dim)
         held = torch.from_numpy(past).reshape(g.layers, 2, length, g.kv_heads, g.head_dim)
         rows[..., :length, :] = held.permute(1, 0, 3, 2, 4)
         state = {KEYS: rows[0], VALUES: rows[1]}
         state |= {f"{name}.{layer}": state[name][layer] for name in (KEYS, VALUES) for layer in range(g.layers)}
-        out, products = self.programs[function].call([torch.from_numpy(feeds[one.name]) for one in spec.inputs], state)
+        out, products = self.programs[function].call([torch.from_numpy(inputs[one.name]) for one in spec.inputs], state)
         names = [one.name for one in spec.outputs if 0 not in one.shape]  # logits may follow them
         outputs = {name: value.numpy() for name, value in zip(names, out, strict=False)}
         new = rows[..., length : length + max(g.chunk, g.tree.emitted), :]
