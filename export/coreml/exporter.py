@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ssdevice.config import Schedule
 from ssdevice.contract import KEYS, PREFILL, STEP, VALUES, CacheForm, Geometry, functions
-from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.coreml.apps import adapter_bytes, compact, growth
 from ssdevice.export.coreml.golden import cases, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.exporter import Exporter, ExportJob, TargetResult, app_results, function_names, jobs
+from ssdevice.export.exporter import ExportJob, TargetResult, app_results, function_names, jobs
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import functional, name_inputs, simplify
@@ -24,7 +22,7 @@ from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
 from ssdevice.export.mlprogram.program import ct, quiet, to_model, to_program
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
-from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress, int4_grid
+from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compressed, MLProgramExporter, compress
 from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
@@ -40,28 +38,21 @@ CACHE_DTYPE = "float16"
 WRITES: dict[KVWrite, Write] = {KVWrite.SLICE: coreml_ops.write_slice, KVWrite.MASK: coreml_ops.write_masked}
 
 
-def convert(
-    name: str,
-    model: StreamModel,
-    geometry: Geometry,
-    schedule: Schedule,
-    write: KVWrite,
-    deployment: Deployment = Deployment.IOS18,
-) -> Any:
+def convert(name: str, model: StreamModel, geometry: Geometry, schedule: Schedule, chosen: CoreMLOptions) -> Any:
     """One of the contract's functions as a coremltools program in float16, with the contract's tensor names."""
     coreml_ops.register()
     spec = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[name]
     inputs = example_inputs(spec)
     with quiet(), torch.no_grad():
         module = function_module(name, half_precision(model), geometry, schedule)
-        form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[write])
+        form = InternalCacheForm(name, module, geometry, dtype=torch.float16, write=WRITES[chosen.kv_write])
         program = functional(torch.export.export(form, inputs))
         name_inputs(program, [tensor.name for tensor in spec.inputs])
         simplify(program, (KEYS, VALUES))
         # Without streams prefill has no drafts, and Core ML has no empty tensors.
         outputs = spec.outputs if model.gamma or name != PREFILL else spec.outputs[:1]
         types = [ct.TensorType(name=tensor.name, dtype=getattr(np, tensor.dtype)) for tensor in outputs]
-        return to_program(program, types, deployment)
+        return to_program(program, types, chosen.deployment_target)
 
 
 def save(programs: Mapping[str, Any], out: Path, default: str, deployment: Deployment = Deployment.IOS18) -> None:
@@ -76,21 +67,14 @@ GOLDEN = "golden.json"
 TOOLS = ("torch", "transformers", "coremltools")
 
 
-class CoreMLExporter(Exporter):
+class CoreMLExporter(MLProgramExporter):
     """Writes the package, its settings for hosts, and golden integers to check a host with.
 
     Several apps become functions of one package, which holds the base's weights once. ``sketches``: by app, what the
     gate compares the package's matrices with, since the export releases the model's own.
     """
 
-    bits = BITS
-    schedule = Schedule.FUSED
     several_apps = True
-    chooses = True
-    calibrates = frozenset({Quant.INT4})
-
-    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
-        return None if factor else int4_grid(linear.weight.shape, plan.options.chosen(CoreMLOptions).per_channel)
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """See Exporter."""
@@ -98,7 +82,6 @@ class CoreMLExporter(Exporter):
         chosen, table = plan.options.chosen(CoreMLOptions), function_names(plan)
         total = len({name for names in table.values() for name in names.values()})
         programs, known = dict[str, Any](), Compressed()
-        form = chosen.kv_write, chosen.deployment_target
         precision = plan.options.quant, chosen.per_channel, plan.geometry.vocab
         notes, sizes = list[str](), dict[str, int]()
         self.sketches: dict[str, Sketches] = {}
@@ -108,7 +91,7 @@ class CoreMLExporter(Exporter):
             for function, name in table[app.name].items():
                 if name not in programs:
                     job.report("write the graphs", len(programs), total + 1, name)
-                    made = convert(function, model, plan.geometry, plan.schedule, *form)
+                    made = convert(function, model, plan.geometry, plan.schedule, chosen)
                     notes += [note for note in compress(made, *precision, known) if note not in notes]
                     programs[name] = made
                     free_memory()
@@ -142,11 +125,10 @@ class CoreMLExporter(Exporter):
         golden: list[dict[str, Any]] = []
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
-            names = table[app.name]
-            sketches = self.sketches[app.name]
-            adopt_weights(one.loaded.model, program, tuple(names.values()), None, job.plan.options.quant, sketches)
+            names, quant = table[app.name], job.plan.options.quant
+            adopt_weights(one.loaded.model, program, tuple(names.values()), quant, self.sketches[app.name])
             engine = CoreMLEngine(program, job.plan.geometry, names)
-            shown = CoreMLShown(program, one.plan, names)
+            shown = CoreMLShown(program, job.plan.geometry, names)
             found = check(one, EngineDriver(engine), HALF_JITTER, shown, FLOAT16)
             golden.extend(cases(one, EngineDriver(engine)))
             return found
@@ -158,11 +140,7 @@ class CoreMLExporter(Exporter):
 
 def _write_settings(plan: ExportPlan, file: Path) -> None:
     chosen = plan.options.chosen(CoreMLOptions)
-    settings = {
-        "deployment_target": chosen.deployment_target.value,
-        "compute_units": chosen.compute_units.value,
-        "kv_write": chosen.kv_write.value,
-    }
+    settings = {name: getattr(chosen, name) for name in ("deployment_target", "compute_units", "kv_write")}
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

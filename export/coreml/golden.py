@@ -44,12 +44,8 @@ def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Pat
     """Write the cases of all apps, and texts with their tokens."""
     tokenizer = plan.tokenizer
     prompts = [tokenizer.chat_text(Chat().asked(TEXTS[0]), app.instruction) for app in plan.apps]
-    texts = [*TEXTS, *dict.fromkeys(prompts)]
-    golden = {
-        "schema_version": SCHEMA_VERSION,
-        "texts": [{"text": text, "ids": tokenizer.encode(text)} for text in texts],
-        "cases": every,
-    }
+    texts = [{"text": text, "ids": tokenizer.encode(text)} for text in (*TEXTS, *dict.fromkeys(prompts))]
+    golden = {"schema_version": SCHEMA_VERSION, "texts": texts, "cases": every}
     file.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
@@ -83,18 +79,10 @@ def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) 
             drafts = force_drafts(g, node, truth[done + 1 :], draw)
         if done >= len(truth):
             break
+        given = {ROOT: truth[done], DRAFTS: drafts, LENGTH: length + done}
         out = driver.step(truth[done], drafts, length + done)
-        steps.append(
-            {
-                ROOT: truth[done],
-                DRAFTS: drafts,
-                LENGTH: length + done,
-                TOKENS: out.tokens,
-                COUNT: len(out.tokens),
-                NEXT_DRAFTS: out.drafts,
-                "margin": _margin(reference, truth[done], drafts, length + done),
-            }
-        )
+        made = {TOKENS: out.tokens, COUNT: len(out.tokens), NEXT_DRAFTS: out.drafts}
+        steps.append({**given, **made, "margin": _margin(reference, truth[done], drafts, length + done)})
         if out.tokens != truth[done + 1 : done + 1 + len(out.tokens)]:
             break
         done += len(out.tokens)

@@ -15,17 +15,14 @@ from unittest.mock import patch
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
 import numpy as np
 import torch
-from torch import nn
 from torch.export import ExportedProgram
 
-from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm, FunctionSpec
-from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.exporter import PROGRAM_FILE, TOOLS
 from ssdevice.export.executorch.lowering import constants_of, lower, traced
 from ssdevice.export.executorch.target import GIVES_LOGITS, ExecutorchOptions
-from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
+from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import simplify
@@ -34,7 +31,7 @@ from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.program import MAIN, ct, to_model, to_program
 from ssdevice.export.mlprogram.program import quiet as quiet_conversion
 from ssdevice.export.mlprogram.stored import adopt_weights
-from ssdevice.export.mlprogram.weights import BITS, ONLY_WEIGHTS, Compressed, compress, int4_grid
+from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compressed, MLProgramExporter, compress
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
@@ -98,16 +95,8 @@ def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
         )
 
 
-class CoreMLDelegateExporter(Exporter):
+class CoreMLDelegateExporter(MLProgramExporter):
     """All functions in one ``.pte``; see ``Exporter``."""
-
-    bits = BITS
-    schedule = Schedule.FUSED
-    chooses = True
-    calibrates = frozenset({Quant.INT4})
-
-    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
-        return None if factor else int4_grid(linear.weight.shape, plan.options.chosen(CoreMLOptions).per_channel)
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write ``model.pte``; see ``Exporter``."""
@@ -137,5 +126,5 @@ class CoreMLDelegateExporter(Exporter):
         plan, file = job.plan, folder / PROGRAM_FILE
         with EngineDriver(ExecutorchEngine(file, plan.geometry, plan.function_names, EngineOptions())) as driver:
             _, package = open_delegates(file)
-            adopt_weights(job.loaded.model, package, plan.function_names, quant=plan.options.quant)
+            adopt_weights(job.loaded.model, package, plan.function_names, plan.options.quant)
             return check(job, driver, HALF_JITTER)

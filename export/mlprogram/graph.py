@@ -49,16 +49,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
             node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user > node)
     output.args = ((*written, *output.args[0]),)
     signature = ExportGraphSignature(signature.input_specs, [*outputs, *signature.output_specs])
-    return ExportedProgram(
-        program.graph_module,
-        graph,
-        signature,
-        program.state_dict,
-        program.range_constraints,
-        program.module_call_graph,
-        constants=program.constants,
-        verifiers=[Verifier],
-    )
+    return program._update(program.graph_module, signature, verifiers=[Verifier])
 
 
 def simplify(program: ExportedProgram, states: Collection[str]) -> None:

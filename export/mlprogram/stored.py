@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
 from ssdevice.model.step import StreamModel
 
-Saved = list[tuple[nn.Parameter, Tensor]]
 CLOSE = {Quant.FP16: 0.005, Quant.INT8: 0.2, Quant.INT4: 0.7, Quant.PALETTE4: 0.7}
 """Allowed relative difference of a stored matrix from the model's, measured on their sketches.
 
@@ -29,30 +28,28 @@ Sketches = Mapping[str, Tensor]
 @contextmanager
 def stored_weights(model: StreamModel, program: Program, functions: Collection[str]) -> Iterator[None]:
     """In this context every matrix of the model has the package's values. Raises ParityError for a missing one."""
-    saved: Saved = []
+    before = adopt_weights(model, program, functions)
     try:
-        adopt_weights(model, program, functions, saved)
         yield
     finally:
-        for weight, data in saved:
-            weight.data = data
+        for weight, values in before.items():
+            weight.data = values
 
 
 def adopt_weights(
     model: StreamModel,
     program: Program,
     functions: Collection[str],
-    saved: Saved | None = None,
     quant: Quant | None = None,
-    sketches: Sketches | None = None,
-) -> None:
+    own: Sketches | None = None,
+) -> dict[nn.Parameter, Tensor]:
     """Give every matrix of the model its values in these functions of a package, sharing the package's memory.
 
-    ``saved`` receives the previous values. ``sketches``: those of ``drop_matrices``. Raises ParityError for a matrix
-    that the package lacks or, with the requested precision ``quant``, one that differs by more than that costs: a
-    reference with the package's weights would not notice.
+    Returns the previous values. ``own``: the sketches of ``drop_matrices``. Raises ParityError for a matrix that the
+    package lacks or, with the requested precision ``quant``, one that differs by more than that costs: a reference with
+    the package's weights would not notice.
     """
-    where = program.package.path
+    where, adopted = program.package.path, dict[nn.Parameter, Tensor]()
     stored = decompressed(program, functions)
     for names, weight in _matrices(model).items():
         keys = [key for name in names for key in (key_of(name), short_name(key_of(name)))]
@@ -65,10 +62,16 @@ def adopt_weights(
             warnings.simplefilter("ignore")  # the array is read-only, and the reference does not write
             tensor = torch.from_numpy(array)
         if quant is not None:
-            _check_close(where, names[0], sketches[names[0]] if sketches else sketch(weight.data), tensor, CLOSE[quant])
-        if saved is not None:
-            saved.append((weight, weight.data))
-        weight.data = tensor.to(weight.dtype)
+            wanted = own[names[0]] if own else sketch(weight.data)
+            off = float((sketch(tensor) - wanted).norm() / wanted.norm().clamp_min(1e-12))
+            if not off <= CLOSE[quant]:
+                what = f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its size"
+                raise ParityError(f"{what}, at most {CLOSE[quant]} can be rounding")
+        adopted[weight] = tensor.to(weight.dtype)
+    before = {weight: weight.data for weight in adopted}
+    for weight, values in adopted.items():
+        weight.data = values
+    return before
 
 
 def drop_matrices(model: StreamModel) -> Sketches:
@@ -86,14 +89,6 @@ def sketch(matrix: Tensor) -> Tensor:
     return matrix.detach().float() @ torch.randn(matrix.shape[1], generator=generator)
 
 
-def _check_close(where: Path, name: str, own: Tensor, stored: Tensor, bound: float) -> None:
-    off = float((sketch(stored) - own).norm() / own.norm().clamp_min(1e-12))
-    if not off <= bound:
-        raise ParityError(
-            f"{where}: weight {name} differs from the model's by {off:.2g} of its size, at most {bound} can be rounding"
-        )
-
-
 def key_of(name: str) -> str:
     """A parameter's name after conversion."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name).lower()
@@ -101,14 +96,11 @@ def key_of(name: str) -> str:
 
 def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
     """Every matrix of a linear or embedding once, by all its names."""
-    names: dict[int, list[str]] = {}
-    weights: dict[int, nn.Parameter] = {}
+    found: dict[nn.Parameter, list[str]] = {}
     for path, part in model.named_modules(remove_duplicate=False):  # stream adapters have two paths
         if isinstance(part, (nn.Linear, nn.Embedding)):
-            names.setdefault(id(part.weight), []).append(f"{path}.weight")
-            weight: nn.Parameter = part.weight  # type: ignore[assignment]
-            weights[id(weight)] = weight
-    return {tuple(names[key]): weight for key, weight in weights.items()}
+            found.setdefault(cast(nn.Parameter, part.weight), []).append(f"{path}.weight")
+    return {tuple(names): weight for weight, names in found.items()}
 
 
 def decompressed(program: Program, functions: Collection[str]) -> dict[str, Array]:

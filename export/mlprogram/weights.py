@@ -6,25 +6,27 @@ become equal bytes, which are stored once.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
+from torch import nn
 
+from ssdevice.config import Schedule
 from ssdevice.errors import SSDeviceError
 from ssdevice.export.calibration.grid import Grid, symmetric
-from ssdevice.export.plan import Quant
+from ssdevice.export.exporter import Exporter
+from ssdevice.export.mlprogram.options import CoreMLOptions
+from ssdevice.export.plan import ExportPlan, Quant
 
 PREFIX = "p_module_model_"
 """The prefix that torch.export and coremltools add to a parameter's name."""
 HALF = "_to_fp16"
 """The suffix that coremltools' half-precision pass adds; compression adds more after it."""
 CONST = "const"
-BITS: Mapping[Quant, float] = {Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}
-"""Bits of a weight on disk, with its scales."""
 ONLY_WEIGHTS = "only weights are compressed: activations are float16"
 """A note of compressed bundles."""
 BLOCK = 32
@@ -97,12 +99,6 @@ def scheme_of(weight: Weight, quant: Quant, per_channel: bool, vocab: int) -> Sc
     return Scheme.INT8 if weight.shape[1] % BLOCK else Scheme.INT4_BLOCK
 
 
-LINEAR: Mapping[Scheme, tuple[int, list[int]]] = {
-    Scheme.INT8: (8, [1, 0]),
-    Scheme.INT4_CHANNEL: (4, [1, 0]),
-    Scheme.INT4_BLOCK: (4, [1, BLOCK]),
-}
-"""Bits, and the sizes of the blocks that share a scale; 0: the whole axis."""
 Compressed = dict[Hashable, Any]
 """What weights became, by scheme and contents: functions that share a weight compress and hold it once."""
 
@@ -113,6 +109,18 @@ def int4_grid(shape: Sequence[int], per_channel: bool) -> Grid | None:
     if outputs * inputs < SMALLEST or (not per_channel and inputs % BLOCK):
         return None
     return Grid(None if per_channel else BLOCK, symmetric, -7, 7)
+
+
+class MLProgramExporter(Exporter):
+    """What an exporter of ML programs says of itself; see ``Exporter``."""
+
+    bits = {Quant.FP16: 16.0, Quant.INT8: 8.1, Quant.INT4: 5.0, Quant.PALETTE4: 4.5}  # noqa: RUF012
+    schedule = Schedule.FUSED
+    chooses = True
+    calibrates = frozenset({Quant.INT4})
+
+    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
+        return None if factor else int4_grid(linear.weight.shape, plan.options.chosen(CoreMLOptions).per_channel)
 
 
 def compress(program: Any, quant: Quant, per_channel: bool, vocab: int, known: Compressed) -> tuple[str, ...]:
@@ -164,5 +172,5 @@ def _compressed(values: Any, scheme: Scheme) -> Any:
     if scheme is Scheme.PALETTE4:
         group = next(size for size in PALETTE_GROUPS if len(values) % size == 0)
         return palettize_weights.blockwise_compress(values, "KMEANS", 4, [group, 0])
-    bits, blocks = LINEAR[scheme]
+    bits, blocks = 8 if scheme is Scheme.INT8 else 4, [1, BLOCK if scheme is Scheme.INT4_BLOCK else 0]  # 0: the axis
     return linear_quantize_weights.blockwise_compress(values, bits, "LINEAR_SYMMETRIC", True, blocks)

@@ -14,7 +14,7 @@ from ssdevice.config import Schedule  # noqa: E402
 from ssdevice.contract import COUNT, DRAFTS, KEYS, LENGTH, ROOT, TOKENS, VALUES  # noqa: E402
 from ssdevice.errors import InputError  # noqa: E402
 from ssdevice.export.coreml.exporter import convert, save  # noqa: E402
-from ssdevice.export.mlprogram.options import KVWrite  # noqa: E402
+from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite  # noqa: E402
 from ssdevice.mil.operations import ExecutionError  # noqa: E402
 from ssdevice.mil.program import Program  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
@@ -40,7 +40,7 @@ def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             if value.is_floating_point():
                 value.copy_(value.half().float())
     path = tmp_path_factory.mktemp("half") / "step.mlpackage"
-    save({STEP: convert(STEP, module, GEOMETRY, Schedule.FUSED, request.param)}, path, STEP)
+    save({STEP: convert(STEP, module, GEOMETRY, Schedule.FUSED, CoreMLOptions(kv_write=request.param))}, path, STEP)
     driver = TorchDriver(module, TREE, TREE.width, Schedule.FUSED, GEOMETRY.context, GEOMETRY.chunk)
     return driver, Package.open(path)
 

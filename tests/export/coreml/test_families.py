@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="needs the export extra")
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import COUNT, DRAFTS, KEYS, LENGTH, ROOT, STEP, TOKENS, VALUES, Geometry
 from ssdevice.export.coreml.exporter import convert, save
-from ssdevice.export.mlprogram.options import KVWrite
+from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.mil.program import Program
 from ssdevice.mil.reader import Package
 from ssdevice.model.loading import build
@@ -36,7 +36,7 @@ def test_rows_of_chained_steps(family: str, tmp_path: Path):
     geometry = Geometry(
         backbone.num_layers, backbone.kv_heads, backbone.head_dim, vocab, TREE.depth, TREE.width, TREE, CONTEXT, CHUNK
     )
-    made = convert(STEP, model, geometry, Schedule.FUSED, KVWrite.SLICE)
+    made = convert(STEP, model, geometry, Schedule.FUSED, CoreMLOptions())
     save({STEP: made}, tmp_path / "step.mlpackage", STEP)
     reference = TorchDriver(model, TREE, TREE.width, Schedule.FUSED, CONTEXT, CHUNK)
     reference.cache.zero_()

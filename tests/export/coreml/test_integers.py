@@ -14,7 +14,7 @@ from ssdevice.config import Mode, Schedule, StreamConfig  # noqa: E402
 from ssdevice.contract import FUNCTIONS, Geometry  # noqa: E402
 from ssdevice.export.coreml.exporter import convert, save  # noqa: E402
 from ssdevice.export.driver import EngineDriver  # noqa: E402
-from ssdevice.export.mlprogram.options import Deployment, KVWrite  # noqa: E402
+from ssdevice.export.mlprogram.options import CoreMLOptions, Deployment  # noqa: E402
 from ssdevice.export.mlprogram.stored import stored_weights  # noqa: E402
 from ssdevice.mil.program import Program  # noqa: E402
 from ssdevice.mil.reader import Package  # noqa: E402
@@ -56,7 +56,8 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
     hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(hf, 1)
     model = build(hf.eval(), StreamConfig(Mode.SHARED, TREE.depth, 1), GEOMETRY.context).eval()
-    made = {name: convert(name, model, GEOMETRY, Schedule.DEFERRED, KVWrite.SLICE, deployment) for name in FUNCTIONS}
+    chosen = CoreMLOptions(deployment_target=deployment)
+    made = {name: convert(name, model, GEOMETRY, Schedule.DEFERRED, chosen) for name in FUNCTIONS}
     save(made, tmp_path / "model.mlpackage", STEP, deployment)
     program = Program(Package.open(tmp_path / "model.mlpackage"), "fp32")
     mine = EngineDriver(CoreMLEngine(program, GEOMETRY, {name: name for name in FUNCTIONS}))

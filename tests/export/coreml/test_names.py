@@ -31,7 +31,7 @@ from ssdevice.contract import (
 from ssdevice.export.coreml import exporter as conversion
 from ssdevice.export.coreml.exporter import CACHE_DTYPE, convert, save
 from ssdevice.export.mlprogram.graph import functional, name_inputs
-from ssdevice.export.mlprogram.options import Deployment, KVWrite
+from ssdevice.export.mlprogram.options import CoreMLOptions, Deployment
 from ssdevice.export.mlprogram.program import ct, to_program
 from ssdevice.mil.reader import Package
 from ssdevice.model.loading import build
@@ -52,7 +52,7 @@ def converted(family: str, function: str, out: Path) -> tuple[Package, dict[str,
     geometry = Geometry(
         backbone.num_layers, backbone.kv_heads, backbone.head_dim, vocab, TREE.depth, TREE.width, TREE, 24, 5
     )
-    save({function: convert(function, model, geometry, Schedule.FUSED, KVWrite.SLICE)}, out, function)
+    save({function: convert(function, model, geometry, Schedule.FUSED, CoreMLOptions())}, out, function)
     return Package.open(out), {function: functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[function]}
 
 

@@ -11,7 +11,7 @@ import torch
 from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CHOOSING, FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.coreml.exporter import convert, save
-from ssdevice.export.mlprogram.options import KVWrite
+from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
 from ssdevice.export.mlprogram.weights import compress
 from ssdevice.export.plan import Quant
 from ssdevice.model.loading import build
@@ -79,7 +79,7 @@ def program(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWr
     """One function. Only ``step`` depends on the schedule."""
     if name != STEP and schedule is not Schedule.DEFERRED:
         return program(name, quant, mode, Schedule.DEFERRED, write, per_channel)
-    made = convert(name, model(mode), GEOMETRY, schedule, write)
+    made = convert(name, model(mode), GEOMETRY, schedule, CoreMLOptions(kv_write=write))
     assert compress(made, quant, per_channel, VOCAB, {}) == ()
     return made
 
