@@ -27,7 +27,7 @@ from apps.paper.rows import in_turns, timed
 from ssdevice.bench import report
 from ssdevice.export.onnx.editor import OPSET, Editor
 from ssdevice.export.onnx.files import IR_VERSION
-from ssdevice.export.onnx.linears import row_form
+from ssdevice.export.onnx.functions import row_form
 from ssdevice.export.onnx.quantization import Int4Weight, Int8Weight, WeightStore
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.engine import PROVIDER

@@ -94,7 +94,7 @@ class OnnxExporter(Exporter):
             files = {function: folder / path for function, path in (kept.functions if kept else whole).items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept and kept.files else None
             engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
-            shown = OnnxShown(files, self.products, one.plan, result.cache_dtype, tensors)
+            shown = OnnxShown(engine, self.products, not plan.merged)
             within = simulated(one.loaded.model, quant, not plan.merged, keep=False, cache_dtype=result.cache_dtype)
             with within, EngineDriver(engine) as driver:
                 return check(one, driver, JITTER[quant], shown, BOUNDS[quant])
@@ -162,7 +162,7 @@ class GraphWriter:
         if self.argmax:
             best_columns(edit)
         join_regions(edit)
-        self.products[file] = written(edit)
+        self.products[file.absolute()] = written(edit)
         save_graph(edit.model, spec, file, self.weights)
 
 

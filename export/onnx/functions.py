@@ -1,13 +1,15 @@
 """Operators of our own as ONNX functions of standard ones, for runtimes that do not have their kernels."""
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
+import numpy as np
 import onnx.parser
 import onnx_ir as ir
 
 from ssdevice.adapters.storage import LEVELS
-from ssdevice.export.onnx.editor import CONTRIB, OPSET
+from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor, sizes_of
 from ssdevice.model.attention import MASKED
 from ssdevice.runtime.onnx import kernels
 
@@ -35,6 +37,18 @@ def attention_form(rows: int, kv_heads: int, groups: int, dim: int, scale: float
         "split": [kv_heads, groups, rows, dim],
         "whole": [1, rows, kv_heads * groups * dim],
     }
+
+
+def row_form(edit: Editor, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
+    """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
+    shape = sizes_of(value)
+    if shape is None:
+        raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
+    axes = list(range(len(shape)))
+    if prod(shape[:-1]) == 1:
+        return edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
+    zeros = edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
+    return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}
 
 
 # ids [..] int32, codes [K, N] int8, scales [N] -> [.., K]; ``whole``: that shape

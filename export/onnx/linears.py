@@ -6,37 +6,22 @@ names, so that three graphs agree on what is the same weight and quantization se
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ssdevice.export.onnx.editor import (
-    Editor,
-    Marked,
-    constant_of,
-    only_user,
-    producer,
-    role_of,
-    shape_of,
-    sizes_of,
-    source_of,
-)
-from ssdevice.export.onnx.functions import ZERO_POINT
-from ssdevice.model.roles import Part as ModelPart
-from ssdevice.model.roles import Role
+from ssdevice.export.onnx.editor import Editor, Marked, constant_of, only_user, producer, role_of, shape_of, source_of
+from ssdevice.model import roles
 from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, ROTARY_SPLIT
 
 LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
 SMALL = 1 << 14
 """Weights of fewer elements are not quantized: quantizing their input costs more than the product."""
-
 Array = np.ndarray[Any, Any]
-
-
-Term = tuple[Role, ir.Node]
+Form = dict[str, Any] | None
+Term = tuple[roles.Role, ir.Node]
 """A low-rank term beside a linear: the role of its second factor, and the addition of both."""
 
 
@@ -50,7 +35,7 @@ class Part:
     node: ir.Node
     name: str
     weight: Array
-    role: Role | None
+    role: roles.Role | None
     term: Term | None
 
     @property
@@ -61,7 +46,7 @@ class Part:
     @property
     def factor(self) -> bool:
         """Whether it is a factor of a low-rank term, and so not merged with the base, which other rows use too."""
-        return self.role is not None and self.role.part is ModelPart.FACTOR
+        return self.role is not None and self.role.part is roles.Part.FACTOR
 
     @property
     def stays_float(self) -> bool:
@@ -111,16 +96,11 @@ class Linear:
         return np.ascontiguousarray((parts[0] if len(parts) == 1 else np.concatenate(parts)).T, dtype)
 
     def product(
-        self,
-        edit: Editor,
-        kind: str,
-        weight: Sequence[ir.Value],
-        attributes: dict[str, Any] | None = None,
-        domain: str = DOMAIN,
+        self, edit: Editor, kind: str, weight: Sequence[ir.Value], form: Form = None, domain: str = DOMAIN
     ) -> ir.Value:
         """Its product by an operator, ``[.., rows, N]``, before its placeholders."""
         shape = (*(shape_of(self.source) or ())[:-1], self.outputs)
-        return edit.insert(self.first.node, kind, [self.source, *weight], shape, ir.DataType.FLOAT, attributes, domain)
+        return edit.insert(self.first.node, kind, [self.source, *weight], shape, ir.DataType.FLOAT, form, domain)
 
 
 def linears(edit: Editor, terms: Mapping[ir.Node, Term]) -> list[Linear]:
@@ -200,15 +180,3 @@ def fits_half(linear: Linear) -> bool:
     weight = linear.weight()
     with np.errstate(over="ignore"):
         return weight.size >= SMALL and bool((weight == weight.astype(np.float16)).all())
-
-
-def row_form(edit: Editor, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
-    """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
-    shape = sizes_of(value)
-    if shape is None:
-        raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
-    axes = list(range(len(shape)))
-    if prod(shape[:-1]) == 1:
-        return edit.constant(np.array(ZERO_POINT, np.uint8)), {"axes": axes, "keep": 0, "axis": 1, "block": 0}
-    zeros = edit.constant(np.full((*shape[:-1], 1), ZERO_POINT, np.uint8))
-    return zeros, {"axes": [-1], "keep": 1, "axis": axes[-1], "block": shape[-1]}

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from ssdevice.adapters.storage import LEVELS, int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
 from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
-from ssdevice.export.onnx.functions import BLOCK
-from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower, row_form
+from ssdevice.export.onnx.functions import BLOCK, row_form
+from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower
 from ssdevice.export.onnx.slots import SlotBook, down, lower_alone, up
 from ssdevice.export.plan import Quant
 from ssdevice.model.attention import Attending, Attention
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.mapped import release
-from ssdevice.model.roles import Part as ModelPart
+from ssdevice.model.roles import Part
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter, low_rank_factors
 from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR
@@ -110,10 +110,8 @@ class WeightStore:
             self.forms[form.suffix, name] = form.of(weight())
             release()
         found = self.forms[form.suffix, name]
-        return [
-            edit.named(f"{name}.{form.suffix}", lambda: found.codes),
-            edit.named(f"{name}.scale", lambda: found.scale),
-        ]
+        codes = edit.named(f"{name}.{form.suffix}", lambda: found.codes)
+        return [codes, edit.named(f"{name}.scale", lambda: found.scale)]
 
 
 def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | None = None) -> None:
@@ -148,7 +146,7 @@ def _product(edit: Editor, linear: Linear, quant: Quant, store: WeightStore, slo
             return linear.product(edit, HALF_LINEAR, [half])
     if quant is Quant.FP32 or linear.first.stays_float:
         return linear.product(edit, "MatMul", [edit.named(linear.transposed, linear.weight)], domain="")
-    if quant is Quant.INT8 or (role is not None and role.part in (ModelPart.HEAD, ModelPart.EMBEDDING)):
+    if quant is Quant.INT8 or (role is not None and role.part in (Part.HEAD, Part.EMBEDDING)):
         zero, form = row_form(edit, linear.source)
         weight = store.initializers(edit, Int8Weight, linear.name, linear.weight)
         return linear.product(edit, INT8_LINEAR, [*weight, zero], form)
@@ -165,7 +163,7 @@ def _lower_embeddings(edit: Editor, store: WeightStore, exact: bool) -> None:
     for node in [node for node in edit.graph if node.op_type == "Gather"]:
         table, ids = source_of(node), source_of(node, 1)
         role, content, shape = role_of(table), constant_of(table), sizes_of(ids)
-        if role is None or role.part is not ModelPart.EMBEDDING or content is None or shape is None:
+        if role is None or role.part is not Part.EMBEDDING or content is None or shape is None:
             continue
         out = [*shape, content.shape[1]]
         if exact and content.size >= SMALL:

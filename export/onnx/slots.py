@@ -19,9 +19,9 @@ import onnx_ir as ir
 from ssdevice.adapters.slots import Slot, SlotKind
 from ssdevice.contract import TensorSpec
 from ssdevice.export.onnx.editor import CONTRIB, Editor, constant_of, only_user, producer, role_of, shape_of, source_of
-from ssdevice.export.onnx.linears import LINEAR, Linear, Term, row_form
-from ssdevice.model.roles import Part as ModelPart
-from ssdevice.model.roles import Role
+from ssdevice.export.onnx.functions import row_form
+from ssdevice.export.onnx.linears import LINEAR, Linear, Term
+from ssdevice.model import roles
 from ssdevice.runtime.onnx.kernels import DOMAIN, INT8_FACTOR
 
 
@@ -67,20 +67,19 @@ class SlotBook:
         return slot
 
     @staticmethod
-    def side_of(node: ir.Node) -> Role | None:
+    def side_of(node: ir.Node) -> roles.Role | None:
         """The role of a placeholder whose weight is a factor; None for other nodes."""
         role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
-        return role if role is not None and role.part is ModelPart.FACTOR else None
+        return role if role is not None and role.part is roles.Part.FACTOR else None
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     """The graph's input of this name, added if it is not there."""
-    for value in edit.graph.inputs:
-        if value.name == tensor.name:
-            return value
-    value = ir.val(tensor.name, ir.DataType.from_numpy(np.dtype(tensor.dtype)), tensor.shape)
-    edit.graph.inputs.append(value)
-    return value
+    known = {value.name: value for value in edit.graph.inputs}
+    if tensor.name not in known:
+        value = ir.val(tensor.name, ir.DataType.from_numpy(np.dtype(tensor.dtype)), tensor.shape)
+        edit.graph.inputs.append(value)
+    return known.get(tensor.name, value)
 
 
 def down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:

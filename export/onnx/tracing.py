@@ -6,7 +6,7 @@ are not copied. One size may be dynamic.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,6 +30,8 @@ from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
 from ssdevice.export.onnx.translations import TRANSLATIONS, Out, Translation, cast, largest
 from ssdevice.runtime.onnx.kernels import CAPPED_ATTENTION, DOMAIN, HALF_TREE_ATTENTION, TREE_ATTENTION
 
+Values = Sequence[ir.Value]
+
 
 def linear(edit: Editor, out: Out, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> ir.Value:
     """``[.., inputs] -> [.., outputs]``: a placeholder that keeps each weight whole; ``linears`` lowers it."""
@@ -44,14 +46,7 @@ def heads(edit: Editor, out: Out, rows: ir.Value, kv_heads: int) -> ir.Value:
 
 
 def attend(
-    edit: Editor,
-    out: Out,
-    query: ir.Value,
-    keys: Sequence[ir.Value],
-    values: Sequence[ir.Value],
-    mask: ir.Value,
-    scale: float,
-    softcap: float,
+    edit: Editor, out: Out, query: ir.Value, keys: Values, values: Values, mask: ir.Value, scale: float, softcap: float
 ) -> ir.Value:
     """Grouped attention over the runs of the cache and of new rows, which stay as the cache holds them."""
     _, rows, all_heads, dim = out.shape
@@ -108,16 +103,13 @@ def top_k(edit: Editor, out: Out, scores: ir.Value, k: int) -> ir.Value:
 
 
 assert callable(forms.exportable)  # registering the operators is the effect of the import
-OPERATORS: dict[Callable[..., Any], Translation] = {
+KNOWN: dict[Callable[..., Any], Translation] = TRANSLATIONS | {
     torch.ops.aten.linear.default: linear,
     torch.ops.ssdevice.heads.default: heads,
     torch.ops.ssdevice.attend.default: attend,
     torch.ops.ssdevice.rotary.default: rotary,
     torch.ops.ssdevice.top_k.default: top_k,
 }
-
-
-KNOWN = OPERATORS | TRANSLATIONS
 """Operators and their translations."""
 EXAMPLE_SIZE = 7
 """Of the dynamic size while tracing; torch treats 0 and 1 as special."""
@@ -129,7 +121,7 @@ def trace(form: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[str])
     Raises UnsupportedModelError for an operator without a translation.
     """
     graph = _record(form, inputs)
-    values = [_input(spec) for spec in inputs]
+    values = [ir.val(one.name, from_torch_dtype(getattr(torch, one.dtype)), _known(one.shape)) for one in inputs]
     made = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET})
     writer = _Writer(Editor(ir.Model(made, ir_version=IR_VERSION)), form, graph)
     writer.write(values, outputs)
@@ -137,9 +129,8 @@ def trace(form: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[str])
     return writer.edit
 
 
-def _input(spec: TensorSpec) -> ir.Value:
-    shape = [size if isinstance(size, int) else None for size in spec.shape]
-    return ir.val(spec.name, from_torch_dtype(getattr(torch, spec.dtype)), shape)
+def _known(shape: Iterable[Any]) -> Shape:
+    return tuple(size if isinstance(size, int) else None for size in shape)
 
 
 def _record(form: nn.Module, inputs: Sequence[TensorSpec]) -> fx.GraphModule:
@@ -169,15 +160,15 @@ class _Writer:
 
     def write(self, inputs: Sequence[ir.Value], outputs: Sequence[str]) -> None:
         """Every operator, then the outputs under their names."""
-        waiting = iter(inputs)
-        for node in self.recorded.graph.nodes:
+        waiting, recorded = iter(inputs), self.recorded.graph
+        for node in recorded.nodes:
             if node.op == "placeholder":
                 self.known[node] = next(waiting)
             elif node.op == "get_attr":
                 self.known[node] = getattr(self.recorded, node.target)
             elif node.op == "call_function":
                 self.known[node] = self._call(node)
-        results = next(node for node in self.recorded.graph.nodes if node.op == "output").args[0]
+        results: Any = recorded.output_node().args[0]
         graph = self.edit.graph
         for name, node in zip(outputs, results, strict=True):
             value = self._value(self.known[node])
@@ -228,4 +219,4 @@ def _out(node: fx.Node) -> Out:
     first = made[0] if isinstance(made, (list, tuple)) else made
     if not isinstance(first, Tensor):  # the dynamic size
         return Out((), ir.DataType.INT64)
-    return Out(tuple(size if isinstance(size, int) else None for size in first.shape), from_torch_dtype(first.dtype))
+    return Out(_known(first.shape), from_torch_dtype(first.dtype))
