@@ -91,44 +91,30 @@ def make_manifest(
     plan: ExportPlan, result: TargetResult, parity: Mapping[str, float], notes: tuple[str, ...]
 ) -> Manifest:
     """The bundle's manifest, without ``files`` and ``roles``, which the writer fills; ``notes``: to begin with."""
-    settings, identity, g = plan.settings, plan.identity, plan.geometry
-    streams = settings.streams if settings is not None else None
-    mode = streams.mode if streams is not None else None
+    identity, chat = plan.identity, plan.tokenizer.chat
+    streams = plan.settings.streams if plan.settings is not None else None
     apps = tuple(
         app.entry(app.name, identity.sha256, AdapterKind.MERGED) if plan.merged else result.apps[app.name]
         for app in plan.apps
     )
+    plain = PLAIN_PROMPT if plan.tokenizer.plain else None
     return Manifest(
         tools={"ssdevice": __version__, **{name: version(name) for name in result.tools}},
-        model=ModelIdentity(
-            model_type=identity.model_type,
-            parameters=sum(plan.parameters.values()),
-            layers=identity.layers,
-            hidden_size=identity.hidden_size,
-            vocab=identity.vocab,
-            sha256=identity.sha256,
-        ),
+        model=ModelIdentity(parameters=sum(plan.parameters.values()), **vars(identity)),
         target=plan.options.target,
         precision=plan.options.quant,
-        mode=mode,
+        mode=streams.mode if streams is not None else None,
         schedule=plan.schedule,
         cache=result.cache,
         cache_dtype=CacheDtype(result.cache_dtype),
-        geometry=g,
+        geometry=plan.geometry,
         msa_layers=streams.msa_layers if streams is not None else 0,
         functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
-        chat=plan.tokenizer.chat,
+        chat=chat,
         apps=apps,
         default_app=apps[0].name,
         calibrated_rows=len(plan.calibration),
         sampling=plan.sampling,
-        notes=(
-            *notes,
-            *((PLAIN_PROMPT,) if plan.tokenizer.plain else ()),
-            *((plan.tokenizer.chat.note,) if plan.tokenizer.chat.note else ()),
-            *plan.notes,
-            *calibration_notes(plan),
-            *result.notes,
-        ),
+        notes=tuple(filter(None, (*notes, plain, chat.note, *plan.notes, *calibration_notes(plan), *result.notes))),
         parity=dict(parity),
     )

@@ -161,10 +161,7 @@ def _results_kept() -> Iterator[None]:
             made.node.meta[RESULT_OF] = self.interpreter.inputs
         return made
 
-    with (
-        patch.object(_ExportPassBase, "_fx", keep),
-        patch.object(Interpreter, "call_function", call_function),
-    ):
+    with patch.object(_ExportPassBase, "_fx", keep), patch.object(Interpreter, "call_function", call_function):
         yield
 
 

@@ -110,11 +110,7 @@ class Program:
         return {name: np.zeros(kind.shape, kind.dtype.held) for name, kind in inputs if kind.state and kind.dtype}
 
     def run(
-        self,
-        function: str,
-        inputs: Mapping[str, Array],
-        state: State | None = None,
-        observe: Observer | None = None,
+        self, function: str, inputs: Mapping[str, Array], state: State | None = None, observe: Observer | None = None
     ) -> dict[str, Array]:
         """Outputs of one call by name, in their declared types (float32 for floats in precision "fp32").
 
