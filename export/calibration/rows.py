@@ -33,11 +33,10 @@ class Rows:
         self.gamma = model.gamma if model.own is None else 1
         self.read: list[list[Tensor]] = [[] for _ in rows]  # what own layers read
         self.main: list[Tensor] = []
-        self.streams: list[Tensor | None] = []
+        self.streams: list[Tensor | None] = [None] * len(rows)
         for row in rows:
             positions = torch.arange(len(row.ids), dtype=torch.int32)[None]
             self.main.append(model.backbone.embed(torch.tensor([row.ids]), positions))
-            self.streams.append(None)
 
     def run(self, layer: int, advance: bool) -> None:
         """All rows through one layer; ``advance``: their states become what it gives."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -42,34 +42,26 @@ def trace(spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedP
     return program
 
 
-class Asset:
-    """An asset in the making."""
+@contextlib.contextmanager
+def converting(what: str) -> Iterator[None]:
+    """In this context what coreai-torch raises is an SSDeviceError."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise SSDeviceError(f"coreai-torch cannot convert {what}: {first_line(error)}") from error
 
-    def __init__(self) -> None:
-        self._converter = TorchConverter(mode=TorchConverter.Mode.RELEASE)
 
-    def add(self, name: str, spec: FunctionSpec, program: ExportedProgram) -> None:
-        """Add what was traced for a function as ``name``. Raises SSDeviceError if it cannot be converted."""
-        outputs = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
-        try:
-            self._converter.add_exported_program(
-                program,
-                input_names=[tensor.name for tensor in spec.inputs],
-                output_names=[*outputs, LOGITS] if spec.name in (STEP, PLAIN) else outputs,
-                state_names=[tensor.name for tensor in spec.states],
-                entrypoint_name=name,
-            )
-        except (ValueError, RuntimeError) as error:
-            raise SSDeviceError(f"coreai-torch cannot convert {name}: {first_line(error)}") from error
-
-    def save(self, out: Path) -> None:
-        """Convert the functions and write the asset, which holds equal weights once. Raises SSDeviceError."""
-        # The converter writes its progress to stdout, which belongs to the command line's own output.
-        with quiet("coreai_torch"), contextlib.redirect_stdout(io.StringIO()):
-            try:
-                self._converter.to_coreai().save_asset(out)
-            except (ValueError, RuntimeError) as error:
-                raise SSDeviceError(f"coreai-torch cannot convert the functions: {first_line(error)}") from error
+def add(asset: TorchConverter, name: str, spec: FunctionSpec, program: ExportedProgram) -> None:
+    """Add what was traced for a function as ``name``. Raises SSDeviceError if it cannot be converted."""
+    outputs = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
+    with converting(name):
+        asset.add_exported_program(
+            program,
+            input_names=[tensor.name for tensor in spec.inputs],
+            output_names=[*outputs, LOGITS] if spec.name in (STEP, PLAIN) else outputs,
+            state_names=[tensor.name for tensor in spec.states],
+            entrypoint_name=name,
+        )
 
 
 ASSET = "model.aimodel"
@@ -92,7 +84,8 @@ class CoreAIExporter(Exporter):
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         """Write the asset; see ``Exporter``."""
-        plan, table, asset = job.plan, function_names(job.plan), Asset()
+        plan, table = job.plan, function_names(job.plan)
+        asset = TorchConverter(mode=TorchConverter.Mode.RELEASE)
         total = len({name for names in table.values() for name in names.values()})
         programs: dict[str, ExportedProgram] = {}
         notes, followed = [*job.notes], dict[str, float]()
@@ -109,12 +102,15 @@ class CoreAIExporter(Exporter):
                     programs[name] = trace(spec, model, one.plan)
                 own = {function: programs[name] for function, name in table[app.name].items()}
                 with parametrize.cached():  # weights are not computed in every call
-                    followed = _largest(followed, follow_traced(one, specs, own, FLOAT32, report))
+                    for fact, value in follow_traced(one, specs, own, FLOAT32, report).items():
+                        followed[fact] = max(value, followed.get(fact, value))
                 for name, spec in new.items():
-                    asset.add(name, spec, programs[name])
+                    add(asset, name, spec, programs[name])
             notes += [note for note in found if note not in notes]
         report("convert")
-        asset.save(folder / ASSET)
+        # The converter writes its progress to stdout, which belongs to the command line's own output.
+        with quiet("coreai_torch"), contextlib.redirect_stdout(io.StringIO()), converting("the functions"):
+            asset.to_coreai().save_asset(folder / ASSET)  # which holds equal weights once
         notes += _notes(plan)
         apps = app_results(plan, table)
         return TargetResult({MODEL: ASSET}, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
@@ -131,13 +127,7 @@ class CoreAIExporter(Exporter):
         return check_each(job, check_app)
 
 
-def _largest(facts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """Both, with the larger value of what both have."""
-    return {**facts, **{key: max(value, facts.get(key, value)) for key, value in more.items()}}
-
-
 def _notes(plan: ExportPlan) -> list[str]:
-    """What a user of this bundle should know."""
     notes = []
     if plan.options.quant is not Quant.FP32:
         notes.append("only weights are rounded: activations, products and the cache are float32")

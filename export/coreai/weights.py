@@ -69,9 +69,8 @@ class Integers(nn.Module):
 
     def forward(self, codes: Tensor, scale: Tensor) -> Tensor:
         """The matrix in float32."""
-        dense: Tensor = torch.ops.coreai.constexpr_blockwise_shift_scale(
-            codes, scale, None, None, DTYPES[self.bits], None
-        )
+        form = DTYPES[self.bits]
+        dense: Tensor = torch.ops.coreai.constexpr_blockwise_shift_scale(codes, scale, None, None, form, None)
         return dense
 
 
@@ -114,13 +113,11 @@ def _forms(model: StreamModel, quant: Quant) -> tuple[dict[nn.Linear | nn.Embedd
                 forms[part] = Turned()
         elif quant is Quant.FP16:
             forms[part] = Halves()
-        elif quant is Quant.INT8 or part in whole:
-            forms[part] = Integers(8, None)
-        elif part.weight.shape[1] % GROUP:
-            forms[part] = Integers(8, None)
-            notes.append(f"{name} has {part.weight.shape[1]} inputs, not a multiple of {GROUP}: int8, not int4")
         else:
-            forms[part] = Integers(4, GROUP)
+            eight, uneven = quant is Quant.INT8 or part in whole, part.weight.shape[1] % GROUP > 0
+            forms[part] = Integers(8, None) if eight or uneven else Integers(4, GROUP)
+            if uneven and not eight:
+                notes.append(f"{name} has {part.weight.shape[1]} inputs, not a multiple of {GROUP}: int8, not int4")
     if quant is Quant.INT4:
         notes.append(INT8_HEAD)
     return forms, tuple(notes)

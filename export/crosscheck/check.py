@@ -7,9 +7,8 @@ no part in. Otherwise a setting that we drop would be missing on both sides of t
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +39,7 @@ Float32 rounds to 6e-8. In models of 31 families of 3 to 48 layers, right logits
 CHUNK = 16
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """What transformers computes of a text: ``logits [n, V]`` at ``tokens[first:]``.
 
     ``chosen``: the n tokens that ``generate`` puts there; None: it was not asked.

@@ -83,8 +83,8 @@ class ExecutorchExporter(Exporter):
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, len(specs) + 2, what)
 
-        rounded = quantized(source, plan.options.quant)
-        model, file = rounded.model, folder / PROGRAM_FILE
+        model, rounded = quantized(source, plan.options.quant)
+        file = folder / PROGRAM_FILE
         if plan.merged:
             release(source, model)
             map_codes(model, folder)
@@ -104,7 +104,7 @@ class ExecutorchExporter(Exporter):
         with held_values(model, folder):
             check_stored(file, model, products)
         logits = (GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()
-        notes = (*rounded.notes, *job.notes, *logits, *delegated)
+        notes = (*rounded, *job.notes, *logits, *delegated)
         return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, notes, TOOLS, apps, followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
@@ -115,7 +115,7 @@ class ExecutorchExporter(Exporter):
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
             kept = result.apps.get(app.name)
             slots = AdapterSlots(folder / kept.files[0]) if kept and kept.files else None
-            model = self.reference or quantized(one.loaded.model, quant).model
+            model = self.reference or quantized(one.loaded.model, quant)[0]
             reference = replace(one, loaded=replace(one.loaded, model=model))
             names = tuple(kept.functions) if kept else plan.function_names
             engine = ExecutorchEngine(file, plan.geometry, names, options, adapter=slots)

@@ -13,18 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 VIEWS = {
-    aten.view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.flatten.using_ints,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten._unsafe_view.default,
-}
+    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.flatten.using_ints, aten.squeeze.dim,
+    aten.squeeze.dims, aten._unsafe_view.default,
+}  # fmt: skip
 """Operators that keep the row-major order of elements."""
 
 
@@ -114,16 +108,14 @@ def delegation(name: str, program: ExportedProgram) -> str:
 
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
-    return (
-        str(schema.name).split("::")[-1] if schema is not None else str(getattr(node.target, "__name__", node.target))
-    )
+    name = getattr(node.target, "__name__", node.target) if schema is None else schema.name.split("::")[-1]
+    return str(name)
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     """A new call with the metadata that later passes need."""
     node = graph.call_function(target, args)
-    values = tree_map_only(fx.Node, lambda n: n.meta["val"], args)
-    node.meta["val"] = target(*values)
+    node.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
     return node
 
 
@@ -172,13 +164,11 @@ def _collapse_views(graph: fx.Graph) -> None:
 def _is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or not _fixed(node) or not _fixed(node.args[0]):
         return False
-    if node.target in VIEWS:
-        return True
     # In a dimension of size 1 every valid index selects the only row.
     if node.target in (aten.select.int, aten.index_select.default):
         x, dim = cast(fx.Node, node.args[0]), cast(int, node.args[1])
         return _shape(x)[dim] == 1 and node.meta["val"].numel() == x.meta["val"].numel()
-    return False
+    return node.target in VIEWS
 
 
 def _merge_equal(graph: fx.Graph) -> None:
@@ -191,13 +181,11 @@ def _merge_equal(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or _mutates(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        if not str(node.target).startswith("aten."):
-            continue
-        key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
-        known = first.setdefault(key, node)
-        if known is not node:
-            node.replace_all_uses_with(known)
-            graph.erase_node(node)
+        if str(node.target).startswith("aten."):
+            known = first.setdefault(repr((str(node.target), node.args, sorted(node.kwargs.items()))), node)
+            if known is not node:
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
 
 
 def _mutates(node: fx.Node) -> bool:

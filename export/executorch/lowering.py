@@ -15,10 +15,14 @@ from ssdevice.export.executorch.graph import Products, delegation, tidy, worthwh
 from ssdevice.export.executorch.slots import untouch
 from ssdevice.export.executorch.state import VisibleForm
 from ssdevice.export.executorch.target import ExecutorchOptions
+from ssdevice.export.parity.traced import Programs
 from ssdevice.export.plan import ExportPlan
 from ssdevice.export.state_form import example_inputs
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.program import SCHEMA, SET_ADAPTER
+
+Report = Callable[[int, str], None]
+"""Hears how many functions are done, and what is next."""
 
 
 def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedProgram:
@@ -29,16 +33,12 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
         with torch.no_grad(), Products():
             return tidy(torch.export.export(form, example_inputs(spec), strict=False))
     except UserError as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedModelError(
-            f"{plan.identity.model_type}: the {name} graph cannot be traced ({reason})"
-        ) from error
+        reason, family = str(error).splitlines()[0], plan.identity.model_type
+        raise UnsupportedModelError(f"{family}: the {name} graph cannot be traced ({reason})") from error
 
 
 def traced(
-    specs: Mapping[str, FunctionSpec],
-    trace: Callable[[str, FunctionSpec], ExportedProgram],
-    report: Callable[[int, str], None],
+    specs: Mapping[str, FunctionSpec], trace: Callable[[str, FunctionSpec], ExportedProgram], report: Report
 ) -> dict[str, ExportedProgram]:
     """Trace every function of ``specs``, with a report for each."""
     programs = {}
@@ -48,31 +48,26 @@ def traced(
     return programs
 
 
-def to_edge(programs: Mapping[str, ExportedProgram], partitioner: Any, constants: Mapping[str, Any]) -> Any:
+def to_edge(programs: Programs, partitioner: Any, constants: dict[str, Any]) -> Any:
     """The programs in ExecuTorch's dialect, lowered by the partitioner."""
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     return to_edge_transform_and_lower(
         dict(programs),
         partitioner=[partitioner],
-        constant_methods=dict(constants),
+        constant_methods=constants,
         # The dialect's checks refuse torchao's operators, which the partitioner takes later.
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
     )
 
 
 def lower(
-    programs: Mapping[str, ExportedProgram],
-    partitioner: Any,
-    constants: Mapping[str, Any],
-    file: Path,
-    report: Callable[[int, str], None],
-    slots: Collection[str] = (),
+    programs: Programs, parts: Any, constants: dict[str, Any], file: Path, report: Report, slots: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Write what was traced as one program, which changes it, with ``constants`` as methods without inputs.
 
-    Functions share the cache by name, and write it in place at their end. ``slots``: the states that ``set_adapter``
-    fills. Returns notes on what each function delegates.
+    ``parts``: the partitioner. Functions share the cache by name, and write it in place at their end. ``slots``: the
+    states that ``set_adapter`` fills. Returns notes on what each function delegates.
     """
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.backend import utils
@@ -80,7 +75,7 @@ def lower(
 
     names = [name for name in programs if name != SET_ADAPTER]
     report(len(names), "lower to delegates")
-    edge = to_edge(programs, partitioner, constants)
+    edge = to_edge(programs, parts, constants)
     utils.is_same_node.cache_clear()  # ExecuTorch remembers all pairs of nodes that it compared, and with them graphs
     for name in names:
         write_last(edge.exported_program(name))

@@ -7,7 +7,6 @@ quantized weight-only: such a graph is refused or, worse, lowers without an erro
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,21 +27,14 @@ INT4_GRID = Grid(GROUP, unclipped, -8, 7)
 """What ``quantized`` rounds to in 4 bits."""
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """A model with quantized weights, and notes on deviations from the requested precision."""
-
-    model: StreamModel
-    notes: tuple[str, ...] = ()
-
-
-def quantized(model: StreamModel, quant: Quant) -> Quantized:
+def quantized(model: StreamModel, quant: Quant) -> tuple[StreamModel, tuple[str, ...]]:
     """A copy of the model with linears and embedding that compute in torch what the lowered graph computes.
 
-    Low-rank adapters stay float32: they are small, and what they add is smaller than the rounding of their input.
+    With notes on deviations from the requested precision. Low-rank adapters stay float32: they are small, and what they
+    add is smaller than the rounding of their input.
     """
     if quant is Quant.FP32:
-        return Quantized(model)
+        return model, ()
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
@@ -70,7 +62,7 @@ def quantized(model: StreamModel, quant: Quant) -> Quantized:
     notes = [INT8_HEAD] if quant is Quant.INT4 else []
     if uneven:
         notes.append(f"{len(uneven)} linears are int8: their inputs are not a multiple of {GROUP} (first: {uneven[0]})")
-    return Quantized(model, tuple(notes))
+    return model, tuple(notes)
 
 
 def release(model: StreamModel, kept: StreamModel) -> None:

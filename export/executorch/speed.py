@@ -10,7 +10,7 @@ INT8 within 4 minutes on two cores without it.
 
 import copy
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from operator import or_
 from types import SimpleNamespace
@@ -105,8 +105,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _decomposed_once() -> Iterator[None]:
+def _decomposed_once() -> AbstractContextManager[Any]:
     """A program is traced anew only if it has operators to decompose (56 % more CPU time without).
 
     The lowering asks three times: for no operator, to make a program functional; for those that the partitioner does
@@ -121,8 +120,7 @@ def _decomposed_once() -> Iterator[None]:
             return traced
         return self
 
-    with patch.object(ExportedProgram, "run_decompositions", needed):
-        yield
+    return patch.object(ExportedProgram, "run_decompositions", needed)
 
 
 def _composite(target: Any) -> bool:
@@ -173,14 +171,10 @@ def _same(one: Any, other: Any) -> bool:
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two fake tensors say the same: static shapes, and no values."""
-    return (
-        isinstance(one, FakeTensor)
-        and isinstance(other, FakeTensor)
-        and one.constant is None
-        and other.constant is None
-        and all(isinstance(size, int) for size in (*one.shape, *other.shape))
-        and (one.dtype, one.device, one.shape, one.stride()) == (other.dtype, other.device, other.shape, other.stride())
-    )
+    if not all(isinstance(each, FakeTensor) and each.constant is None for each in (one, other)):
+        return False
+    static = all(isinstance(size, int) for size in (*one.shape, *other.shape))
+    return static and len({(each.dtype, each.device, each.shape, each.stride()) for each in (one, other)}) == 1
 
 
 @contextmanager

@@ -39,16 +39,15 @@ class Editor:
     def constant(self, array: np.ndarray[Any, Any], name: str | None = None) -> ir.Value:
         """An initializer with this content; small equal ones without a name are shared."""
         key = (array.tobytes() if name is None else b"", str(array.dtype), array.shape)
-        if name is None and key in self._constants:
-            known = self._constants[key]
-            if known.name not in self.graph.initializers:  # removed, when nothing used it any more
-                self.graph.register_initializer(known)
-            return known
-        chosen = name or self._name("const")
-        value = ir.val(chosen, const_value=ir.Tensor(array, name=chosen))
-        self.graph.register_initializer(value)
-        if name is None:
-            self._constants[key] = value
+        value = self._constants.get(key) if name is None else None
+        if value is None:
+            chosen = name or self._name("const")
+            value = ir.val(chosen, const_value=ir.Tensor(array, name=chosen))
+            if name is None:
+                self._constants[key] = value
+        elif value.name in self.graph.initializers:
+            return value
+        self.graph.register_initializer(value)  # a known one was removed when nothing used it any more
         return value
 
     def named(self, name: str, content: Callable[[], np.ndarray[Any, Any]]) -> ir.Value:

@@ -75,11 +75,11 @@ class SlotBook:
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     """The graph's input of this name, added if it is not there."""
-    known = {value.name: value for value in edit.graph.inputs}
-    if tensor.name not in known:
+    value = next((known for known in edit.graph.inputs if known.name == tensor.name), None)
+    if value is None:
         value = ir.val(tensor.name, ir.DataType.from_numpy(np.dtype(tensor.dtype)), tensor.shape)
         edit.graph.inputs.append(value)
-    return known.get(tensor.name, value)
+    return value
 
 
 def down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:

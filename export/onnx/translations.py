@@ -34,11 +34,13 @@ Translation = Callable[..., Any]
 """``translation(edit, out, *the operator's arguments)``."""
 
 
-def _one(kind: str, **attributes: Any) -> Translation:
-    """An operator of one tensor that is one node."""
+def _chain(*kinds: str) -> Translation:
+    """An operator of one tensor as nodes of one input, one after the other."""
 
     def translate(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-        return edit.insert(None, kind, [x], out.shape, out.dtype, attributes)
+        for kind in kinds:
+            x = edit.insert(None, kind, [x], out.shape, out.dtype)
+        return x
 
     return translate
 
@@ -183,13 +185,8 @@ def where(edit: Editor, out: Out, condition: ir.Value, x: Operand, y: Operand) -
 
 
 def power(edit: Editor, out: Out, x: ir.Value, exponent: float = 2) -> ir.Value:
-    if exponent == 2:
-        return edit.insert(None, "Mul", [x, x], out.shape, out.dtype)
-    return edit.insert(None, "Pow", [x, number(edit, exponent, out.dtype)], out.shape, out.dtype)
-
-
-def rsqrt(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
-    return edit.insert(None, "Reciprocal", [edit.insert(None, "Sqrt", [x], out.shape, out.dtype)], out.shape, out.dtype)
+    kind, by = ("Mul", x) if exponent == 2 else ("Pow", number(edit, exponent, out.dtype))
+    return edit.insert(None, kind, [x, by], out.shape, out.dtype)
 
 
 def silu(edit: Editor, out: Out, x: ir.Value) -> ir.Value:
@@ -225,9 +222,8 @@ def layer_norm(
 
 
 def rms_norm(edit: Editor, out: Out, x: ir.Value, sizes: Sequence[int], scale: ir.Value, eps: float) -> ir.Value:
-    return edit.insert(
-        None, "RMSNormalization", [x, scale], out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps}
-    )
+    attributes = {"axis": -len(sizes), "epsilon": eps}
+    return edit.insert(None, "RMSNormalization", [x, scale], out.shape, out.dtype, attributes)
 
 
 def largest(edit: Editor, x: ir.Value, k: int) -> ir.Value:
@@ -289,13 +285,13 @@ TRANSLATIONS: dict[Callable[..., Any], Translation] = {
     **dict.fromkeys((aten.ge.Tensor, aten.ge.Scalar), _binary("GreaterOrEqual")),
     **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), where),
     **dict.fromkeys((aten.pow.Tensor_Scalar, aten.square.default), power),
-    aten.rsqrt.default: rsqrt,
+    aten.rsqrt.default: _chain("Sqrt", "Reciprocal"),
     aten.silu.default: silu,
     aten.gelu.default: gelu,
     aten.clamp_.default: clamp,
-    aten.neg.default: _one("Neg"),
-    aten.tanh.default: _one("Tanh"),
-    aten.relu.default: _one("Relu"),
+    aten.neg.default: _chain("Neg"),
+    aten.tanh.default: _chain("Tanh"),
+    aten.relu.default: _chain("Relu"),
     # Over a dimension
     aten.matmul.default: _binary("MatMul"),
     aten.mean.dim: mean,

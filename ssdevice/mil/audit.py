@@ -56,7 +56,8 @@ def audit(package: Package) -> dict[str, Any]:
         functions[name] = {**counts, "rows": rows, "weights": loaded}
         _warn(function, warnings)
     weights = _weights(package)
-    stored, state = sum(group["bytes"] for group in weights), sum(_bytes(kind) for kind in states.values())
+    stored = sum(group["bytes"] for group in weights)
+    state = sum(kind.dtype.bytes(kind.count) for kind in states.values() if kind.dtype is not None)
     if len(functions) > 1:
         text = (
             f"{len(functions)} functions share {stored} bytes of weights on disk; loaded together they may take up to "
@@ -70,10 +71,6 @@ def audit(package: Package) -> dict[str, Any]:
         "memory": {"weights": stored, "state": state, "estimate": stored + state},
         "warnings": list(warnings.values()),
     }
-
-
-def _bytes(kind: TensorType) -> int:
-    return 0 if kind.dtype is None else kind.dtype.bytes(kind.count)
 
 
 def _weights(package: Package) -> list[dict[str, Any]]:

@@ -76,16 +76,10 @@ def plain(value: Constant) -> Any:
 
 # Elementwise: arithmetic, comparisons, activations, casts; and softmax.
 
-kernel("add", "x y")(np.add)
-kernel("sub", "x y")(np.subtract)
-kernel("mul", "x y")(np.multiply)
-kernel("real_div", "x y")(np.true_divide)
-kernel("maximum", "x y", exact=True)(np.maximum)
-kernel("equal", "x y", exact=True)(np.equal)
-kernel("greater_equal", "x y", exact=True)(np.greater_equal)
-kernel("less", "x y", exact=True)(np.less)
-kernel("less_equal", "x y", exact=True)(np.less_equal)
-kernel("logical_and", "x y", exact=True)(np.logical_and)
+for _kind, _name in (("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("real_div", "true_divide")):
+    kernel(_kind, "x y")(getattr(np, _name))
+for _kind in ("maximum", "equal", "greater_equal", "less", "less_equal", "logical_and"):
+    kernel(_kind, "x y", exact=True)(getattr(np, _kind))
 
 
 @kernel("sigmoid", "x")

@@ -178,8 +178,9 @@ def _check_names(where: str, given: Iterable[str], operations: Iterable[Operatio
     for operation in operations:
         for name in operation.reads:
             if name not in known:
-                what = f"{operation.kind} {operation.output!r} reads {name!r}"
-                raise ModelFileError(f"{where}: {what} before it is defined")
+                raise ModelFileError(
+                    f"{where}: {operation.kind} {operation.output!r} reads {name!r} before it is defined"
+                )
         define(name for name, _ in operation.outputs)
     for name in returned:
         if name not in known:

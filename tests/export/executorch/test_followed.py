@@ -64,7 +64,7 @@ class Deep:
     """The prefill of a model of 24 layers in INT8, traced once; faults are planted in its graph and removed again."""
 
     def __init__(self) -> None:
-        model = quantized(deep_model("llama", LAYERS), Quant.INT8).model
+        model = quantized(deep_model("llama", LAYERS), Quant.INT8)[0]
         self.job = job_for(model)
         self.program = traced(self.job, model, (PREFILL,))[PREFILL]
         self.linears = {name: node for name, _, node in Recorder(self.program).linears}
@@ -221,7 +221,7 @@ def test_an_export_is_refused_before_it_is_lowered(tmp_path: Path, monkeypatch: 
 def follow(job: ExportJob, right: StreamModel, exported: StreamModel, quant: Quant) -> dict[str, float]:
     """Trace every function of one model and follow it with another one as the reference."""
     specs = functions(job.plan.geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    reference, model = quantized(right, quant).model, quantized(exported, quant).model
+    reference, model = quantized(right, quant)[0], quantized(exported, quant)[0]
     made = traced(job, model, tuple(specs))
     bounds = FLOAT32 if quant is Quant.FP32 else QUANTIZED
     with held_values(reference, Path()):

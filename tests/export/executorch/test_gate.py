@@ -60,16 +60,16 @@ def test_linears_quantized_by_weight_alone_are_refused(tmp_path: Path, monkeypat
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import IntxWeightOnlyConfig
 
-    from ssdevice.export.executorch.quantization import Quantized, quantized
+    from ssdevice.export.executorch.quantization import quantized
 
-    def by_weight(model: target.StreamModel, quant: Quant) -> Quantized:
-        copied = quantized(model, quant)
+    def by_weight(model: target.StreamModel, quant: Quant) -> tuple[target.StreamModel, tuple[str, ...]]:
+        _, notes = quantized(model, quant)
         import copy
 
         alone = copy.deepcopy(model)
         alone.backbone.lm_head.weight = torch.nn.Parameter(alone.backbone.lm_head.weight.detach().clone())
         quantize_(alone.backbone.layers, IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)))
-        return Quantized(alone, copied.notes)
+        return alone, notes
 
     monkeypatch.setattr(target, "quantized", by_weight)
     job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")

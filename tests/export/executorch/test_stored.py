@@ -68,7 +68,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     """
     folder = tmp_path_factory.mktemp("stored")
     job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, folder)
-    model = quantized(job.loaded.model, Quant.INT8).model
+    model = quantized(job.loaded.model, Quant.INT8)[0]
     right, file = deepcopy(model), folder / PROGRAM_FILE
     spec = job.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)[PREFILL]
     with quick():
