@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,4 +127,4 @@ def test_an_answer_that_is_not_the_likeliest_is_refused() -> None:
     chosen = list(expected.chosen or ())
     chosen[4] = int(expected.logits[4].argmin())
     with pytest.raises(ParityError, match=rf"gives token {chosen[4]} as number 5 of its answer"):
-        compare_logits(build(hf, None, 64).eval(), replace(expected, chosen=chosen), "my model")
+        compare_logits(build(hf, None, 64).eval(), expected._replace(chosen=chosen), "my model")
