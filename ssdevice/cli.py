@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any, NoReturn
 
 import ssdevice
@@ -115,13 +114,9 @@ class _Parser(argparse.ArgumentParser):
 @contextmanager
 def terminable() -> Iterator[None]:
     """In this context SIGTERM ends the process with its cleanup, as Ctrl-C does."""
-
-    def stop(_: int, __: FrameType | None) -> None:
-        sys.exit(TERMINATED)
-
     before = None
     with suppress(ValueError):  # only the main thread may set handlers
-        before = signal.signal(signal.SIGTERM, stop)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         yield
     finally:

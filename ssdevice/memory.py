@@ -24,29 +24,23 @@ def free_memory() -> None:
 def keep_no_large_blocks() -> None:
     """From now on, give back every large block as soon as it is freed; glibc only, which otherwise keeps those of up to
     32 MB, held in memory by blocks in use between them."""
-    if (set_option := _of_glibc("mallopt")) is not None:
-        set_option(MMAP_THRESHOLD, LARGE)
+    _call_glibc("mallopt", MMAP_THRESHOLD, LARGE)
 
 
 def trim_heaps() -> None:
     """Give back what was freed in the heaps of the C library, which every thread has one of; glibc only."""
-    if (trim := _of_glibc("malloc_trim")) is not None:
-        trim(ctypes.c_size_t(0))
+    _call_glibc("malloc_trim", ctypes.c_size_t(0))
 
 
-def _of_glibc(name: str) -> Any:
-    """A function of the C library; None where it is another one."""
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError, TypeError):
-        return None
+def _call_glibc(name: str, *values: Any) -> None:
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        getattr(ctypes.CDLL(None), name)(*values)
 
 
 def own_peak_mb() -> float:
     """Peak MB (10⁶ bytes) of this process."""
     with suppress(OSError):  # on Linux, what getrusage says includes the process that started this one
-        found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text("ascii"), re.MULTILINE)
-        if found is not None:
+        if (found := re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text("ascii"), re.MULTILINE)) is not None:
             return int(found[1]) * 1024 / 1e6
     import resource
 

@@ -83,10 +83,8 @@ class Slot:
         """``[rank of the linear, its outputs]`` by linear."""
         if len(self.outputs) == 1:
             return (TensorSpec(f"{self.name}.up", (self._rank, *self.outputs), "float32"),)
-        return tuple(
-            TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", size), "float32")
-            for i, size in enumerate(self.outputs)
-        )
+        each = enumerate(self.outputs)
+        return tuple(TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", size), "float32") for i, size in each)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -59,8 +59,7 @@ def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def _array(what: str, entry: Mapping[str, Any]) -> NDArray[Any]:
-    kind = entry["dtype"]
-    if kind not in DTYPES:
+    if (kind := entry["dtype"]) not in DTYPES:
         raise InputError(f"{what} is {kind}, expected {', '.join(DTYPES)}")
     flat = np.frombuffer(entry["data"], DTYPES[kind])
     if kind == "BF16":  # the upper half of a float32
@@ -93,8 +92,7 @@ def restored(tensors: Mapping[str, Array]) -> dict[str, Array]:
     """The inverse of ``stored``, with floats as float32. Raises ValueError for a scale that does not fit."""
     found: dict[str, Array] = {}
     for name, value in tensors.items():
-        scale = tensors.get(name + SCALE)
-        if scale is not None:
+        if (scale := tensors.get(name + SCALE)) is not None:
             if value.dtype != np.int8 or value.ndim < 2 or scale.shape != (*value.shape[:-2], value.shape[-1]):
                 raise ValueError(f"{name!r} is {value.dtype} {list(value.shape)}, its scale {list(scale.shape)}")
             found[name] = value * scale.astype(np.float32)[..., None, :]

@@ -91,8 +91,7 @@ class AdapterWeights(AdapterFolder):
         identifiers = None
         if opened.settings is not None:
             tensors = read_floats(folder / WEIGHTS)
-            identifiers = tensors.pop("identifiers", None)
-            if identifiers is None:
+            if (identifiers := tensors.pop("identifiers", None)) is None:
                 raise InputError(f"{folder / WEIGHTS}: tensor 'identifiers' is missing")
             found = _factors(folder / WEIGHTS, tensors, ".down.weight", ".up.weight")
             factors |= {(SlotKind.STREAM, name): pair for name, pair in found.items()}
@@ -198,8 +197,7 @@ def _factors(file: Path, tensors: Mapping[str, Array], down: str, up: str) -> di
         if first.ndim != 2 or second.ndim != 2 or len(first) != second.shape[1]:
             raise InputError(f"{file}: the factors of {name!r} have shapes {list(first.shape)}, {list(second.shape)}")
         found[name] = Factors(first, second)
-    others = tensors.keys() - {name + suffix for name in found for suffix in (down, up)}
-    if others:
+    if others := tensors.keys() - {name + suffix for name in found for suffix in (down, up)}:
         raise InputError(
             f"{file}: unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears: "
             "export this app by itself"

@@ -76,8 +76,7 @@ class Backbone(nn.Module):
             return
         rotary = getattr(decoder, family.rotary)
         where = torch.arange(positions)
-        fixed = _positions_of_one_rope(self.config, rotary)
-        if fixed is not None:
+        if (fixed := _positions_of_one_rope(self.config, rotary)) is not None:
             if context > fixed:
                 kinds = ", ".join(sorted(set(_rope_types(rotary).values())))
                 raise UnsupportedModelError(
@@ -152,8 +151,7 @@ class Backbone(nn.Module):
 
     def add_layer(self) -> nn.Module:
         """A copy of the last layer that sees all rows, or of the last one, as one more layer after all others."""
-        full = [i for i in range(self.num_layers) if self.window(i) is None]
-        index = full[-1] if full else self.num_layers - 1
+        index = max((i for i in range(self.num_layers) if self.window(i) is None), default=self.num_layers - 1)
         layer = copy.deepcopy(self.layers[index])
         for part in layer.modules():
             if hasattr(part, "layer_idx"):
@@ -217,8 +215,7 @@ def _tie_if_equal(embedding: nn.Embedding, head: nn.Module) -> None:
 def _layer_types(config: Any, family: Family, layers: int) -> list[str]:
     """``full_attention`` or ``sliding_attention`` of each layer, as the family's own forward reads its config."""
     types = getattr(config, "layer_types", None) or []
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown:
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModelError(
             f"{config.model_type} with layers of type {', '.join(sorted(unknown))} is not supported: "
             "every layer must be full_attention or sliding_attention"

@@ -112,8 +112,7 @@ _DENSE = ({"hidden_size"}, {"num_hidden_layers"}, {"num_attention_heads"}, {"rop
 def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Family:
     """The family of a ``config.model_type``. ``config``: the values in ``config.json``, which show what an unknown
     family has. Raises UnsupportedModelError, which says what is missing."""
-    family = FAMILIES.get(model_type)
-    if family is not None:
+    if (family := FAMILIES.get(model_type)) is not None:
         return family
     missing = NOT_EXPRESSIBLE.get(model_type) or " and ".join(_beyond(config or {}))
     hint = f": it has {missing}" if missing else ""

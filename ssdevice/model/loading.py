@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ssdevice.adapters.base_files import INDEX, WHOLE, shards, weight_files
-from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, Adapter, AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import StreamConfig
 from ssdevice.contract import Geometry
 from ssdevice.errors import REFUSALS, InputError, UnsupportedModelError, first_line, is_out_of_memory
@@ -83,8 +83,7 @@ def read_config(folder: Path) -> Any:
     if not isinstance(raw.get("model_type"), str):
         raise UnsupportedModelError(f"{file}: has no model_type")
     family_of(raw["model_type"], raw)
-    wrong = [key for key in raw if key.endswith("_config") and not isinstance(raw[key], (dict, type(None)))]
-    if wrong:
+    if wrong := [key for key in raw if key.endswith("_config") and not isinstance(raw[key], (dict, type(None)))]:
         raise InputError(f"{file}: {wrong[0][:60]!r} is not an object")
     check_unquantized(folder, raw)
     try:
@@ -134,15 +133,13 @@ def load_base(
     hf, found = _from_library(folder, config, weights, dtype)
     for name, there, asked in sorted(found["mismatched_keys"]):
         raise InputError(f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json")
-    if found["missing_keys"]:
-        names = sorted(found["missing_keys"])
+    if names := sorted(found["missing_keys"]):
         wrapped = wrapper_note(names, found["unexpected_keys"])
         raise InputError(
             f"{folder}: the weights lack {names[0]} and {len(names) - 1} more that config.json asks for{wrapped}"
         )
     for name in sorted(found["unexpected_keys"]):
-        layer = LAYER.match(name)
-        if layer and int(layer[1]) >= config.num_hidden_layers:
+        if (layer := LAYER.match(name)) and int(layer[1]) >= config.num_hidden_layers:
             raise InputError(f"{folder}: the weights have {name}, config.json only {config.num_hidden_layers} layers")
     notes = unread_notes(folder, found["unexpected_keys"])
     if weights is None:
@@ -229,11 +226,10 @@ def load(
     hf = adopt(load_base(folder, scratch=scratch, values=values).hf, calibrated or {})
     identity = identity or BaseIdentity.of(folder, hf.config)
     with nullcontext() if values else _no_values():
-        opened = AdapterFolder.open(adapter, identity) if adapter is not None else None
-        settings = opened.settings if opened is not None else None
-        if opened is not None and opened.has_lora:
-            hf = merge_lora(hf, opened.folder) if merge else attach_lora(hf, opened.folder)
-        config = settings.streams if settings is not None else None
+        opened = AdapterFolder.open(adapter, identity) if adapter is not None else Adapter(None, None, False)
+        if adapter is not None and opened.has_lora:
+            hf = merge_lora(hf, adapter) if merge else attach_lora(hf, adapter)
+        config = opened.settings.streams if opened.settings is not None else None
         if config is not None and gamma is not None and gamma > config.gamma:
             raise UnsupportedModelError(f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}")
         model = build(hf, config, context, gamma)
@@ -241,7 +237,7 @@ def load(
             load_streams(adapter, model.streams)
             model.take_draft_rows()
     release()
-    return LoadedModel(identity, model.eval(), settings)
+    return LoadedModel(identity, model.eval(), opened.settings)
 
 
 @contextmanager

@@ -65,24 +65,18 @@ class Operators:
 
 def under(model: "StreamModel", operators: Operators) -> "StreamModel":
     """The same model under other operators: new modules that share the tensors of ``model``."""
-    tensors = (*model.parameters(), *model.buffers())
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     shared[id(model.backbone.config)] = model.backbone.config
     made = copy.deepcopy(model, shared)
     made.backbone.operators = operators
     if operators.norm is not None:
-        _replace_norms(made, operators.norm)
+        for parent in list(made.modules()):
+            for name, child in list(parent.named_children()):
+                if (replacement := operators.norm(child)) is not None:
+                    setattr(parent, name, replacement)
     if operators.rotary is not None:
         _hook_rotary(made.backbone, operators.rotary)
     return made
-
-
-def _replace_norms(model: "StreamModel", norm: Callable[[nn.Module], nn.Module | None]) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = norm(child)
-            if replacement is not None:
-                setattr(parent, name, replacement)
 
 
 @dataclass(frozen=True)

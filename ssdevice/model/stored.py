@@ -84,8 +84,7 @@ def _method(settings: Any) -> str:
     settings = {**settings, **(settings.get("quantization") or {})}
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return "bitsandbytes"
-    known = next((key for key in _METHODS if settings.get(key)), None)
-    if known is None:
+    if (known := next((key for key in _METHODS if settings.get(key)), None)) is None:
         return "an unnamed method"
     return str(settings[known])[:40] if known.startswith("quant_") else f"an unnamed method to {settings[known]} bits"
 

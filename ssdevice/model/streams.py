@@ -203,8 +203,7 @@ class Streams(nn.Module):
     def own_terms(self) -> list[LowRank]:
         """f, g, heads and ``follow``, which read hidden states that no norm has evened, or embeddings beside them. They
         stay floats in every quantization: in eight bits a row of [M; E] would be its outliers and no E."""
-        terms = (self.f, self.token, *self.heads, self.follow)
-        return [term for term in terms if isinstance(term, LowRank)]
+        return [term for term in (self.f, self.token, *self.heads, self.follow) if isinstance(term, LowRank)]
 
     def fold(self) -> list[nn.Linear]:
         """Fold stream adapters into second weights of the MSA layers, which are returned: for graphs whose streams run

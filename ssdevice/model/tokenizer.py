@@ -186,8 +186,7 @@ def check_vocabulary(tokenizer: ChatTokenizer, vocab: int, folder: Path) -> None
     """Raise ConfigError for a tokenizer whose chat format needs tokens that a model of ``vocab`` tokens has not."""
     if min(tokenizer.stop_ids) >= vocab:
         raise ConfigError(f"{folder}: no token that ends an answer is among the {vocab} of the model")
-    beyond = [i for i in tokenizer.chat_ids(Chat(PROMPT)) if i >= vocab]
-    if beyond:
+    if beyond := [i for i in tokenizer.chat_ids(Chat(PROMPT)) if i >= vocab]:
         raise ConfigError(
             f"{folder}: the chat format uses token {tokenizer.tokenizer.id_to_token(beyond[0])!r} with id {beyond[0]}, "
             f"the model has {vocab} tokens: this tokenizer belongs to another model"

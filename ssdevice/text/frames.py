@@ -74,8 +74,7 @@ class Frames:
         places = {"system": self.system, "user": self.first}
         for number, message in enumerate(messages, 1):
             role, content = message["role"], message["content"]
-            frame = places.get(role)
-            if frame is None:
+            if (frame := places.get(role)) is None:
                 place = f"message {number} of a conversation"
                 raise TemplateRefusal(f"the chat template takes no {role} message as {place}")
             if role == "user" and not content.strip():

@@ -18,12 +18,7 @@ FOLLOWS = {
     TOOL: (TOOL, ASSISTANT),
 }  # fmt: skip
 """A role, or an assistant's tool calls -> the roles that may come after."""
-KEYS = {
-    SYSTEM: ("name",),
-    USER: ("name",),
-    ASSISTANT: ("name", CALLS, "reasoning_content"),
-    TOOL: ("name", CALL_ID),
-}
+KEYS = {SYSTEM: ("name",), USER: ("name",), ASSISTANT: ("name", CALLS, "reasoning_content"), TOOL: ("name", CALL_ID)}
 """A role -> the keys that its messages may have besides role and content."""
 ERROR, DROP_OLDEST = "error", "drop-oldest"
 OVERFLOWS = (ERROR, DROP_OLDEST)

@@ -83,8 +83,7 @@ class TextStream:
 
     def _push_whole(self, ids: Sequence[int]) -> str | None:
         """The text of a run that begins and ends clean, the common case, by two decodings; None for any other."""
-        run = [i for i in ids if not self._silent(i)]
-        if not run or len(self._ids) > self._settled:
+        if not (run := [i for i in ids if not self._silent(i)]) or len(self._ids) > self._settled:
             return None
         text = self._decode(self._ids + run)
         if text.endswith(UNDECODED) or len(text) <= self._sent:
@@ -163,8 +162,7 @@ class StopStrings:
             return ""
         text = self._held + piece
         visible = self._shown + [shown] * len(piece)
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        if ends := [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]:
             _, keep, self.stop = min(ends)
             self._held, self._shown = "", []
         else:

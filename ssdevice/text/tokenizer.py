@@ -92,8 +92,7 @@ class ChatTokenizer:
         else:
             chat = ChatFormat(template, special, ends, dict(variables or {})).framed()
         # A model that was taught this template ends its answers with what the template puts there.
-        end = _first_special(tokenizer, _closing_of(chat.writer))
-        if end is not None and end not in stops:
+        if (end := _first_special(tokenizer, _closing_of(chat.writer))) is not None and end not in stops:
             chat = replace(chat, stop_ids=(*chat.stop_ids, end))
         return cls(tokenizer, chat, plain=template is None)
 

@@ -142,8 +142,7 @@ def _json_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
 
 def _gemma_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
     inside, closing, _ = text[at:].partition(marks.closing)
-    body = _GEMMA_CALL.fullmatch(inside)
-    if body is None:
+    if (body := _GEMMA_CALL.fullmatch(inside)) is None:
         return None, at
     # Every other piece is a string, the rest is JSON but for its keys.
     pieces = body[2].split(marks.quote)

@@ -32,8 +32,7 @@ def tokenize(
     """Samples no longer than ``max_length`` tokens, and how many longer ones were left out. Raises InputError if none
     is left."""
     every = (tokenizer.sample(example, instruction) for example in examples)
-    samples = [sample for sample in every if len(sample.ids) <= max_length]
-    if not samples:
+    if not (samples := [sample for sample in every if len(sample.ids) <= max_length]):
         raise InputError(f"none of the {len(examples)} examples has {max_length} tokens or fewer; raise --max-length")
     return samples, len(examples) - len(samples)
 

@@ -154,8 +154,7 @@ class Decoding:
     def _take(self, h: Tensor, first: int) -> None:
         """Choose the next tokens of the slots from ``first`` on by their last rows ``h [n, D]``."""
         requests = [self.names[r] for r in self.requests[first:]]
-        places = [len(answer) for answer in self.answers[first:]]
-        tokens = self.choose(self.backbone.head(h), requests, places)
+        tokens = self.choose(self.backbone.head(h), requests, [len(answer) for answer in self.answers[first:]])
         for answer, token in zip(self.answers[first:], tokens, strict=True):
             answer.append(token)
 

@@ -94,8 +94,7 @@ class StreamingLoss(nn.Module):
 
     def ahead(self, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
         """``[B, n, γ]``: the row of the streams' head that stream j of each node should choose, or IGNORE."""
-        gamma = self.model.gamma
-        if not gamma:
+        if not (gamma := self.model.gamma):
             return tokens.new_zeros(*nodes.shape, 0)
         ahead = torch.stack([targets(tokens, nodes, lengths, j + 2) for j in range(gamma)], dim=-1)
         return torch.where(ahead == IGNORE, IGNORE, self.place[ahead.clamp(min=0)])
@@ -153,8 +152,7 @@ class StreamingLoss(nn.Module):
             learned = torch.lerp(each, taught, self.weights.soft)
         if self.weights.by_reach:
             learned = learned * self._reach(each, keep)[keep]
-        both = torch.stack([learned, each])
-        return each.new_zeros(2, gamma).index_add(1, stream, both)
+        return each.new_zeros(2, gamma).index_add(1, stream, torch.stack([learned, each]))
 
     @torch.no_grad()
     def _taught(self, final: Tensor, nodes: Tensor, keep: Tensor) -> Tensor:

@@ -112,8 +112,7 @@ class Run:
 
     def resume(self, folder: Path) -> None:
         """Go on from the checkpoint in ``folder``, if there is one."""
-        found = checkpoint.load(folder)
-        if found is None:
+        if (found := checkpoint.load(folder)) is None:
             return
         self.loss.load_state_dict(found["weights"], strict=False)
         self.optimizer.load_state_dict(found["optimizer"])
@@ -144,8 +143,7 @@ class Run:
 
 def _fit_start(job: Job, loss: StreamingLoss, order: BatchOrder, kept: MainRows | None) -> None:
     """Fit where streams start to the first batches of the run. All processes compute the same."""
-    streams = loss.model.streams
-    if streams is None or streams.token is None:
+    if (streams := loss.model.streams) is None or streams.token is None:
         return
     moments = Moments(loss.model)
     epoch = order.from_position(0)

@@ -146,8 +146,7 @@ def written(
     place, folder = job.place, job.options.out / UNFINISHED
     done = _read(folder, stage)
     place.wait()  # nobody writes before all have read
-    missing = place.share([key for key in dict.fromkeys(keys) if key not in done])
-    if missing:
+    if missing := place.share([key for key in dict.fromkeys(keys) if key not in done]):
         folder.mkdir(parents=True, exist_ok=True)
         with place.autocast(), (folder / f"{stage}.{place.rank}.jsonl").open("a", encoding="utf-8") as out:
             out.write("\n")  # ends a line that a kill cut short
