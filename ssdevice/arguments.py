@@ -14,7 +14,6 @@ def _wrong(name: str, value: Any, expected: str) -> InputError:
 
 
 def text(name: str, value: Any) -> str:
-    """The value, if it is a string."""
     if not isinstance(value, str):
         raise _wrong(name, value, "a string")
     return value
@@ -48,7 +47,6 @@ def wholes(name: str, value: Any) -> list[int]:
 
 
 def flag(name: str, value: Any) -> bool:
-    """The value, if it is True or False."""
     if not isinstance(value, bool):
         raise _wrong(name, value, "True or False")
     return value
@@ -62,7 +60,6 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def objects(name: str, value: Any) -> list[Mapping[str, Any]]:
-    """The objects of a list or another sequence."""
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
         raise _wrong(name, value, "a list of objects")
     return [mapping(f"{name}[{i}]", item) for i, item in enumerate(value)]

@@ -94,8 +94,7 @@ def _message(error: Exception) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes no more text: the error does not say, so it is tried. What is left for it is
-    dropped, or Python would try again at the end."""
+    """Whether standard output takes no more text, as a trial shows; if so, Python must not try again at the end."""
     try:
         print(flush=True)
     except OSError:

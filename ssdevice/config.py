@@ -109,9 +109,8 @@ class StreamConfig(Ruled):
 
 
 def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
-    """Build dataclass ``cls`` from plain JSON values: enums from their values, tuples from lists, dataclasses from
-    objects. Raises ConfigError for unknown keys and wrong types, naming ``where``, the key, and the nearest known name.
-    """
+    """Build dataclass ``cls`` from plain JSON: enums from their values, tuples from lists, dataclasses from objects.
+    Raises ConfigError for unknown keys and wrong types, naming ``where``, the key, and the nearest known name."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, found {_json_name(data)}")
     hints = _type_hints(cls)  # type: ignore[arg-type]

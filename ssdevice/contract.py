@@ -81,12 +81,10 @@ RANK_PATH: Rule = {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES -
 
 
 def past_key(layer: int) -> str:
-    """Name of the committed keys of one layer in the external form."""
     return f"past_keys.{layer}"
 
 
 def past_value(layer: int) -> str:
-    """Name of the committed values of one layer in the external form."""
     return f"past_values.{layer}"
 
 

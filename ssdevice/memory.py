@@ -22,8 +22,7 @@ def free_memory() -> None:
 
 
 def keep_no_large_blocks() -> None:
-    """From now on, give back every large block as soon as it is freed; glibc only, which otherwise keeps those of up to
-    32 MB, held in memory by blocks in use between them."""
+    """Give back every large block as soon as it is freed; glibc otherwise keeps those of up to 32 MB between others."""
     _call_glibc("mallopt", MMAP_THRESHOLD, LARGE)
 
 

@@ -42,7 +42,6 @@ def check_rule(where: str, value: Any, rule: Rule) -> None:
 
 
 def within(low: float, high: float) -> Rule:
-    """The rule for a number from ``low`` to ``high``."""
     return {"minimum": low, "maximum": high}
 
 
@@ -60,5 +59,4 @@ class Ruled:
 
 
 def repeated_name(names: Iterable[str]) -> str | None:
-    """The first name that occurs more than once."""
     return next((name for name, times in Counter(names).items() if times > 1), None)

@@ -12,8 +12,7 @@ _STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTA
 
 
 def utf8(data: bytes, where: str, error: type[SSDeviceError] = InputError, codec: str = "utf-8-sig") -> str:
-    """UTF-8 text, by default without the byte order mark that editors on Windows write. Raises ``error``, which names
-    ``where`` and the first byte that is not."""
+    """UTF-8 text, by default without a byte order mark. Raises ``error``, which names the first byte that is not."""
     try:
         return data.decode(codec)
     except UnicodeDecodeError as problem:

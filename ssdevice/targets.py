@@ -53,8 +53,7 @@ def find(name: str) -> Target:
 
 
 def load(module: str) -> Any:
-    """The ``TARGET`` that a module defines. Raises ModuleNotFoundError if there is no such module, ConfigError if it
-    cannot be loaded."""
+    """The ``TARGET`` of a module; raises ModuleNotFoundError, or ConfigError for a module that cannot be loaded."""
     try:
         return importlib.import_module(module).TARGET
     except Exception as error:  # modules of other packages may raise anything

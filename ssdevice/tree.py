@@ -108,8 +108,7 @@ class Tree:
 
     @classmethod
     def parse(cls, spec: str) -> Self:
-        """A tree from ``chain:4``, ``full:k=3,depth=2``, a JSON list of rank paths, or a file with one of these. Raises
-        ConfigError, which lists these forms."""
+        """A tree in one of the FORMS, or from a file with one. Raises ConfigError, which lists them."""
         text = spec.strip()
         if not text.startswith(STARTS):
             try:

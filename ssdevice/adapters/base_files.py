@@ -15,10 +15,8 @@ _VARIANT = re.compile(r"(?:pytorch_)?model\.([^.]+?)(?:-\d+-of-\d+)?\.(?:safeten
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files from which transformers would load a folder, in the order of their names.
-
-    Raises InputError if there are none, or if one of them is missing or a Git LFS pointer.
-    """
+    """The safetensors files from which transformers would load a folder, in the order of their names. Raises InputError
+    if there are none, or if one of them is missing or a Git LFS pointer."""
     named = read_object(folder / CONFIG_FILE).get("transformers_weights")
     first = next((name for name in ([str(named)] if named else [WHOLE, INDEX]) if (folder / name).is_file()), None)
     if first is None:

@@ -29,7 +29,6 @@ class BaseIdentity:
 
     @classmethod
     def of(cls, folder: Path, config: Any) -> Self:
-        """The identity of a Hugging Face folder with this config."""
         sizes = config.hidden_size, config.num_hidden_layers, config.vocab_size
         return cls(config.model_type, *sizes, weights_sha256(folder))
 
@@ -86,7 +85,6 @@ class Adapter:
 
     @property
     def instruction(self) -> str:
-        """The text before every user message."""
         return self.settings.instruction if self.settings is not None else ""
 
     @property
@@ -109,8 +107,6 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterFolder(Adapter):
-    """A valid adapter folder."""
-
     folder: Path
 
     @classmethod

@@ -27,7 +27,7 @@ EXAMPLE_RANK = 3
 
 
 class SlotKind(StrEnum):
-    """Which factors a slot takes: those of the app's LoRA or those of its streams."""
+    """Whose factors a slot takes: the app's LoRA's, or its streams'."""
 
     LORA = "lora"
     STREAM = "stream"
@@ -88,7 +88,6 @@ class Slot:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """The graph inputs of this slot."""
         scale = (self.down_scale,) if self.int8 else ()
         ranks = (self.ranks,) if len(self.outputs) > 1 else ()
         return (self.down, *scale, *ranks, *self.ups)

@@ -109,11 +109,9 @@ def int8_columns(weight: Array) -> Codes:
 
 
 def int8_factors(weight: Array) -> Codes:
-    """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU.
-
-    x86 without VNNI multiplies two neighbouring weights by inputs of 0..255 and adds both products in 16 bits
-    (``vpmaddubsw``), which saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128.
-    """
+    """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU. x86 without VNNI
+    multiplies two neighbouring weights by inputs of 0..255 and adds both products in 16 bits (``vpmaddubsw``), which
+    saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128."""
     paired = weight.shape[-2] // 2 * 2
 
     def scale(columns: Array) -> Floats:

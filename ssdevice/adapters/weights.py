@@ -38,11 +38,9 @@ RANDOM_START = "pissa_niter_"
 
 
 def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
-    """Raise InputError for an option in ``adapter_config.json`` that would be ignored.
-
-    ``apart``: the LoRA stays separate from the base. Only its two factors and their scaling are kept then, so any
-    other effect would be lost silently; PEFT itself handles the rest when it merges.
-    """
+    """Raise InputError for an option in ``adapter_config.json`` that would be ignored. ``apart``: the LoRA stays
+    separate from the base. Only its two factors and their scaling are kept then, so any other effect would be lost
+    silently; PEFT itself handles the rest when it merges."""
     if config.get("layer_replication"):
         raise InputError(f"{folder}: layer_replication changes the base model; it is not supported")
     start = config.get("init_lora_weights", True)

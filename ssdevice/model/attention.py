@@ -23,11 +23,9 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Attending:
-    """One layer's attention: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``.
-
-    ``mask``: additive, ``[B or 1, 1, Q, sum of run lengths]``. ``positions [B or 1, Q]``: of the query rows.
-    ``softcap``: bound of a tanh over the scores.
-    """
+    """One layer's attention: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``. ``mask``: additive,
+    ``[B or 1, 1, Q, sum of run lengths]``. ``positions [B or 1, Q]``: of the query rows. ``softcap``: bound of a tanh
+    over the scores."""
 
     query: Tensor
     keys: Sequence[Tensor]
@@ -44,10 +42,8 @@ Attention = Callable[[Attending], Tensor]
 
 class Rows:
     """The cache object that Hugging Face layers see: it keeps each layer's new rows and puts them after the past ones.
-
     ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: of the new rows. After the
-    layers ran, ``new[i]`` has layer i's new keys and values, ``[batch, kv_heads, rows, head_dim]`` each.
-    """
+    layers ran, ``new[i]`` has layer i's new keys and values, ``[batch, kv_heads, rows, head_dim]`` each."""
 
     is_compileable = False
 
@@ -80,11 +76,9 @@ def attend(asked: Attending) -> Tensor:
 
 
 def attend_once(asked: Attending) -> Tensor:
-    """An Attention that concatenates the values, so that the sum over all rows is rounded once.
-
-    In half precision, separate sums over past and new rows are rounded separately. A drafted row, whose ancestors are
-    new, would then differ from the same row in plain decoding, whose ancestors are past.
-    """
+    """An Attention that concatenates the values, so that the sum over all rows is rounded once. In half precision,
+    separate sums over past and new rows are rounded separately. A drafted row, whose ancestors are new, would then
+    differ from the same row in plain decoding, whose ancestors are past."""
     weights, values = _weights(asked), asked.values
     joined = torch.cat(list(values), dim=2) if len(values) > 1 else values[0]
     return torch.matmul(weights, joined).reshape(asked.query.shape).transpose(1, 2)

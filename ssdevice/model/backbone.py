@@ -29,10 +29,8 @@ class Rope:
 
 class Backbone(nn.Module):
     """The decoder of a Hugging Face causal language model, callable layer by layer with explicit rows and masks.
-
     ``positions``: size of the position tables. Raises UnsupportedModelError for a model that a static step cannot
-    express, ContextOverflowError if the model's own tables are shorter than ``context``.
-    """
+    express, ContextOverflowError if the model's own tables are shorter than ``context``."""
 
     position_table: Tensor
 
@@ -94,12 +92,10 @@ class Backbone(nn.Module):
 
     @property
     def mask_value(self) -> float:
-        """Additive mask of an invisible row."""
         return self.operators.mask_value
 
     @property
     def kv_heads(self) -> int:
-        """Heads of a key or value row."""
         return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
 
     @property

@@ -17,8 +17,7 @@ _files: WeakSet[mmap.mmap] = WeakSet()
 
 
 def mapped(values: Tensor, folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``values`` in an unnamed file of ``folder``, which is gone with the tensor; in memory if they are small, or if
-    the system or the disk refuses."""
+    """``values`` in an unnamed file of ``folder``, gone with the tensor; in memory if small, or if the disk refuses."""
     found = values.detach().to(dtype)
     if found.nbytes < LARGE or not hasattr(mmap.mmap, "madvise"):  # Windows
         return found

@@ -93,11 +93,9 @@ class NormKind:
 
 
 def norm_kind(module: nn.Module) -> NormKind | None:
-    """What a family's norm computes; None for other modules, and for ``torch.nn.LayerNorm``.
-
-    Candidates are tried on numbers: families differ in the name of eps, in whether the weight is added to one, and in
-    whether the mean is subtracted.
-    """
+    """What a family's norm computes; None for other modules, and for ``torch.nn.LayerNorm``. Candidates are tried on
+    numbers: families differ in the name of eps, in whether the weight is added to one, and in whether the mean is
+    subtracted."""
     weight = getattr(module, "weight", None)
     if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or not isinstance(weight, nn.Parameter):
         return None
@@ -117,9 +115,8 @@ def norm_kind(module: nn.Module) -> NormKind | None:
 
 
 def _hook_rotary(backbone: "Backbone", rotary: Rotary) -> None:
-    """Make every attention module call ``rotary`` where its class calls the family's function, a global of its Python
-    module. The modules of this backbone get a ``forward`` with the same code over separate globals, so nothing that
-    others see is replaced."""
+    """Make attention modules call ``rotary`` where their class calls the family's function, a global of its Python
+    module: they get a ``forward`` with the same code over other globals, so nothing that others see is replaced."""
     tables = [table for pair in backbone.rope_tables().values() for table in pair]
     for part in backbone.layers.modules():
         forward = inspect.unwrap(type(part).forward)

@@ -22,11 +22,9 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a weight.
-
-    For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder (``source``), whether it is the
-    second factor (``up``), and whether it belongs to the streams themselves (``own``, see ``Streams.own_terms``).
-    """
+    """The role of a weight. For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder
+    (``source``), whether it is the second factor (``up``), and whether it belongs to the streams themselves (``own``,
+    see ``Streams.own_terms``)."""
 
     part: Part
     kind: SlotKind = SlotKind.LORA

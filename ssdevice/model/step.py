@@ -29,9 +29,7 @@ Past = Sequence[KeyValue]
 @dataclass(frozen=True)
 class Step:
     """The outputs of a step: ``tokens [A]``, ``count [1]``, ``drafts [γ, k]`` and A rows per layer to commit.
-
-    ``logits [T, V]``: the main stream's logits at every node, which most callers ignore.
-    """
+    ``logits [T, V]``: the main stream's logits at every node, which most callers ignore."""
 
     tokens: Tensor
     count: Tensor
@@ -50,11 +48,9 @@ class Prefill:
 
 
 class StreamModel(nn.Module):
-    """A backbone with its streams, from which step, prefill and training are built.
-
-    ``streams``: None for plain decoding and where the host drafts. ``gamma``: the number of streams that run (deeper
-    ones are dropped), or of the host's drafts.
-    """
+    """A backbone with its streams, from which step, prefill and training are built. ``streams``: None for plain
+    decoding and where the host drafts. ``gamma``: the number of streams that run (deeper ones are dropped), or of the
+    host's drafts."""
 
     def __init__(self, backbone: Backbone, streams: Streams | None, gamma: int) -> None:
         super().__init__()
@@ -80,11 +76,9 @@ class StreamModel(nn.Module):
             self.draft_head = self.backbone.head_rows(self.streams.draft_ids)
 
     def run_main_layers(self, h: Tensor, positions: Tensor, masks: Masks, past: Past) -> tuple[Tensor, Tensor, Rows]:
-        """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``.
-
-        Returns their states ``[B, R, D]``, what drafts read of them (these states, or with own layers several
-        ``[B, R, n D]``), and new rows.
-        """
+        """The N - N_s MHA layers on main rows ``h [B, R, D]`` at ``positions [B, R]``. Returns their states
+        ``[B, R, D]``, what drafts read of them (these states, or with own layers several ``[B, R, n D]``), and new
+        rows."""
         backbone, runs = self.backbone, [[kv] for kv in past]
         rope, read, rows = backbone.rope(positions), list[Tensor](), list[KeyValue]()
         for first, last in pairwise((0, *(self.own.after if self.own is not None else (self.first_msa,)))):
@@ -106,11 +100,8 @@ class StreamModel(nn.Module):
         return final if self.own is None else h, rows
 
     def draft_start(self, h: Tensor, token: Tensor, at: Tensor, j: int) -> Tensor:
-        """Draft j (from 0) of own layers before these, ``[B, n, D]``.
-
-        ``h [B, n, D]``: the states of the rows or drafts before it. ``token [B, n]``: what follows these, at the
-        positions ``at [B, n]``.
-        """
+        """Draft j (from 0) of own layers before these, ``[B, n, D]``. ``h [B, n, D]``: the states of the rows or drafts
+        before it. ``token [B, n]``: what follows these, at the positions ``at [B, n]``."""
         assert self.own is not None and self.streams is not None
         return self.own.start(h, self.backbone.embed(token, at)) + self.streams.identifiers[j].to(h.dtype)
 
@@ -121,9 +112,7 @@ class StreamModel(nn.Module):
 
     def masks(self, at: Tensor, length: Tensor, past: Past, new: Callable[[int | None], Tensor]) -> Masks:
         """Masks ``[1, 1, R, P + n]`` of rows at ``at [R]``: they see committed rows, and new ones as ``new`` says.
-
-        ``new``: which of n new rows they see within a window, ``[R, n]`` bool.
-        """
+        ``new``: which of n new rows they see within a window, ``[R, n]`` bool."""
 
         def visible(window: int | None) -> Tensor:
             others = new(window)
@@ -160,10 +149,8 @@ class StreamModel(nn.Module):
         self, h: Tensor, token: Tensor, length: Tensor, last: Tensor, past: Past, rows: Past, k: int
     ) -> Tensor:
         """Candidates ``[γ, k]`` of the node in new row ``last [1]``; ``h [1, 1, D]``: its state, see ``states``.
-
         ``token [1]``: the main stream's choice after this node. ``rows``: the new rows from position ``length`` on, of
-        which ``0..last`` are the node's path and itself.
-        """
+        which ``0..last`` are the node's path and itself."""
         offsets = torch.arange(rows[0][0].shape[2], dtype=torch.int32, device=h.device)
         node_at = length + last
         at = stream_positions(node_at, self.gamma)
@@ -175,9 +162,7 @@ class StreamModel(nn.Module):
         self, h: Tensor, token: Tensor, node_at: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]], k: int
     ) -> Tensor:
         """Candidates ``[γ, k]`` after ``token [1]``, chosen for the node at ``node_at [1]`` with the state ``h``.
-
-        ``context``: per layer the runs of rows that drafts may see, masked by ``visible [1, 1, γ, rows]``.
-        """
+        ``context``: per layer the runs of rows that drafts may see, masked by ``visible [1, 1, γ, rows]``."""
         if self.own is None:
             chosen = self.chosen(token[None], node_at[None] + 1)
             return self.best(self.stream_pass(h, chosen, node_at[None], visible, context), token, node_at, k)
@@ -195,10 +180,8 @@ class StreamModel(nn.Module):
 
     def best(self, s: Tensor, token: Tensor, node_at: Tensor, k: int) -> Tensor:
         """The k likeliest tokens of each stream, ``[1, γ, D] -> [γ, k]``; only these rows pass the LM head.
-
         ``token [1]``: the choice after the streams' node, which is at position ``node_at [1]``. With ``follow``, a
-        stream sees the likeliest token of the one before it, and the first stream this choice.
-        """
+        stream sees the likeliest token of the one before it, and the first stream this choice."""
         finished = self.finish(s)
         if self.streams is None or self.streams.follow is None:
             return self._candidates(finished, k)
@@ -231,10 +214,8 @@ class StreamModel(nn.Module):
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Main rows of a tree's nodes before the MSA layers, and new rows of the layers below.
-
-    ``h``, ``states [1, T, D]``: the latter are what drafts start from, see ``StreamModel.states``.
-    """
+    """Main rows of a tree's nodes before the MSA layers, and new rows of the layers below. ``h``, ``states [1, T, D]``:
+    the latter are what drafts start from, see ``StreamModel.states``."""
 
     tokens: Tensor
     positions: Tensor
@@ -266,11 +247,8 @@ class TreeModule(nn.Module):
             self.register_buffer(name, torch.tensor(table, dtype=kind), persistent=False)
 
     def main_rows(self, last: Tensor, drafts: Tensor, length: Tensor, past: Past) -> TreeRows:
-        """The tree after the token ``last [1]``, at ``length [1]`` committed tokens.
-
-        Its tokens are gathered from the drafts, one position per depth; a node sees the past, its ancestors and itself
-        (2402.11131 eq. 4).
-        """
+        """The tree after the token ``last [1]``, at ``length [1]`` committed tokens. Its tokens are gathered from the
+        drafts, one position per depth; a node sees the past, its ancestors and itself (2402.11131 eq. 4)."""
         model = self.model
         tokens = torch.cat([last, drafts.reshape(-1)]).index_select(0, self.draft_indices)
         positions = length + self.depths
@@ -309,9 +287,7 @@ class DraftModule(nn.Module):
 
     def forward(self, token: Tensor, state: Tensor, length: Tensor, past: Past) -> Tensor:
         """Candidates ``[γ, k]`` after ``token [1]``, chosen for the node that is the last of ``length [1]`` rows.
-
-        ``state [1, D]``: that node's, from ``verify``.
-        """
+        ``state [1, D]``: that node's, from ``verify``."""
         model, node_at = self.model, length - 1
         at = stream_positions(node_at, model.gamma)
         visible = model.masks(at, length, past, lambda window: torch.zeros(model.gamma, 0, dtype=torch.bool))

@@ -158,11 +158,9 @@ def _hidden_as_special(backend: "Tokenizer") -> "Tokenizer":
 def shared_tokenizer(
     model: Path, adapters: Sequence[Path | None], vocab: int
 ) -> tuple[ChatTokenizer, Path, tuple[str, ...]]:
-    """The one tokenizer of a bundle, the folder it comes from, and notes for the user.
-
-    ``adapters``: an app's adapter each, None for the base. ``vocab``: tokens of the model. Raises ConfigError for
-    adapters that need different tokenizers, and for a tokenizer of another model.
-    """
+    """The one tokenizer of a bundle, the folder it comes from, and notes for the user. ``adapters``: an app's adapter
+    each, None for the base. ``vocab``: tokens of the model. Raises ConfigError for adapters that need different
+    tokenizers, and for a tokenizer of another model."""
     folders = {adapter: tokenizer_folder(model, adapter) for adapter in adapters}
     (first, folder), *others = folders.items()
     tokenizer = open_tokenizer(model, first)

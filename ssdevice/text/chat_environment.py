@@ -58,7 +58,6 @@ def _strftime_now(form: str) -> str:
 
 
 def environment() -> Environment:
-    """An environment for one template."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     made.filters["tojson"] = _tojson
     del made.globals["lipsum"]  # no part of what templates may use
@@ -72,8 +71,7 @@ def _compiled(source: str) -> Template:
 
 
 def _read(source: str) -> dict[str, Any]:
-    """``constants``: texts in expressions, each once; ``names``: what the template is given; ``members``: what it reads
-    of values."""
+    """``constants``: texts in expressions; ``names``: what the template is given; ``members``: what it reads."""
     made = environment()
     tree = made.parse(source)
     found = dict.fromkeys(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))

@@ -101,8 +101,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, values: Mapping[str, Any] | None = None
     ) -> str:
-        """The text of a conversation; ``values``: of ``names``. Raises TemplateRefusal with the template's reason,
-        InputError for values that it does not read."""
+        """The text of a conversation; ``values``: of ``names``. Raises TemplateRefusal, InputError for other names."""
         needed = {key for message in messages for key in message if key in OF_TOOLS} - self.keys
         for name in sorted(needed | ({*(values or {})} - self.names)):
             reads = ", ".join(sorted(self.names | self.keys)) or "roles and contents"

@@ -116,11 +116,9 @@ NO_PROMPTS = "the chat template is more than texts around messages: only the Pyt
 
 
 def frames_of(template: str, constants: Sequence[str], render: Render) -> Frames | None:
-    """The frames that give the same texts as a template, also with the texts in it (``constants``) as contents.
-
-    They are for whole conversations, else for one question (``user`` is None); None if the template looks into
-    messages, changes them, or writes the date.
-    """
+    """The frames that give the same texts as a template, also with the texts in it (``constants``) as contents. They
+    are for whole conversations, else for one question (``user`` is None); None if the template looks into messages,
+    changes them, or writes the date."""
     if DATES in template or len(constants) > MAX_CONSTANTS:
         return None
     frames = _derived(render)

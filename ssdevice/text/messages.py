@@ -37,8 +37,7 @@ class Chat:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def given(self, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> Self:
-        """With these tools and template arguments; no tools and None change nothing. Raises InputError for what JSON
-        cannot hold."""
+        """With these tools and template arguments, if any. Raises InputError for what JSON cannot hold."""
         schemas = [dict(tool) for tool in arguments.objects("tools", tools)]
         for name in arguments.mapping("template", {} if template is None else template):
             if arguments.text("a name in template", name) in OF_HOST:
@@ -67,7 +66,6 @@ class Chat:
 
     @property
     def turns(self) -> list[int]:
-        """Where the user's messages are."""
         return [at for at, message in enumerate(self.messages) if message["role"] == USER]
 
     def without(self, turns: int) -> Self:
@@ -100,11 +98,8 @@ def fitting(
     chat: Chat, ids_of: Callable[[Chat], list[int]], context: int, overflow: str, max_tokens: int
 ) -> tuple[list[int], Chat]:
     """The tokens of a conversation, and what is left of it with DROP_OLDEST, which makes it fit together with its
-    answer.
-
-    The answer has room for ``max_tokens``, at most half of the context. As few turns as possible are dropped, the
-    oldest first, but never the last one. Raises InputError for another ``overflow``.
-    """
+    answer. The answer has room for ``max_tokens``, at most half of the context. As few turns as possible are dropped,
+    the oldest first, but never the last one. Raises InputError for another ``overflow``."""
     if overflow not in OVERFLOWS:
         raise InputError(f"overflow is {repr(overflow)[:60]}, expected {' or '.join(map(repr, OVERFLOWS))}")
     if overflow == ERROR:
@@ -130,11 +125,9 @@ ANSWERED, WAITING = (USER, TOOL), ("", SYSTEM, ASSISTANT)
 
 
 def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...]:
-    """The messages of a conversation, as templates take them. ``ends``: ANSWERED or WAITING.
-
-    A content is a string, or a list of text parts, which become lines. Arguments of tool calls are an object, or its
-    JSON as OpenAI sends it. Raises InputError for another form or order.
-    """
+    """The messages of a conversation, as templates take them. ``ends``: ANSWERED or WAITING. A content is a string, or
+    a list of text parts, which become lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it.
+    Raises InputError for another form or order."""
     last, ids = "", set[str]()
     found = []
     for number, given in enumerate(arguments.objects("messages", messages)):

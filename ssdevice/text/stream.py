@@ -152,7 +152,6 @@ class StopStrings:
 
     @property
     def any(self) -> bool:
-        """Whether there is something to look for."""
         return bool(self._stops)
 
     def push(self, piece: str, shown: bool = True) -> str:
@@ -198,7 +197,6 @@ class TextOutput:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the answer, if one did."""
         return self._stops.stop
 
     def push(self, run: Sequence[int]) -> Emission:

@@ -114,11 +114,9 @@ class ChatTokenizer:
     def prompt_ids(
         self, prompt: str, *, instruction: str | None = None, system: str | None = None, most: int | None = None
     ) -> list[int]:
-        """Ids up to where the model's answer begins.
-
-        ``instruction``: the app's line before the prompt; ``system``: a system message; ``most``: as in ``encode``.
-        Raises InputError for an empty prompt or text that is not Unicode, ConfigError if the template refuses.
-        """
+        """Ids up to where the model's answer begins. ``instruction``: the app's line before the prompt; ``system``: a
+        system message; ``most``: as in ``encode``. Raises InputError for an empty prompt or text that is not Unicode,
+        ConfigError if the template refuses."""
         return self.chat_ids(Chat().instructed(system).asked(prompt), instruction, most)
 
     def chat_ids(self, chat: Chat, instruction: str | None = None, most: int | None = None) -> list[int]:
@@ -143,11 +141,9 @@ class ChatTokenizer:
         return Sample((*prompt, *answer), len(prompt))
 
     def completion_ids(self, text: str) -> list[int]:
-        """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token.
-
-        What the template puts after the stop token (often a line break) is left out. Without a stop token there, the
-        first of ``stop_ids`` is appended.
-        """
+        """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token. What
+        the template puts after the stop token (often a line break) is left out. Without a stop token there, the first
+        of ``stop_ids`` is appended."""
         head, head_ids = self._head
         whole = self._template.render([*PROMPT, {"role": "assistant", "content": text}], add_generation_prompt=False)
         # Some templates open the answer differently when it is still to come (a reasoning mark, for one).
@@ -198,11 +194,9 @@ class ChatTokenizer:
         return _closing_of(self._template)
 
     def encode(self, text: str, most: int | None = None, special: bool = False) -> list[int]:
-        """Ids of a text; raises InputError for half a character.
-
-        ``special``: with the tokens that the tokenizer adds to a text without a template. ``most``: how many tokens
-        fit. A text that must have more raises ContextOverflowError unread: tokens take many times the memory of a text.
-        """
+        """Ids of a text; raises InputError for half a character. ``special``: with the tokens that the tokenizer adds
+        to a text without a template. ``most``: how many tokens fit. A text that must have more raises
+        ContextOverflowError unread: tokens take many times the memory of a text."""
         if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
             raise ContextOverflowError(
                 f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"

@@ -43,7 +43,6 @@ class ToolStyle(Enum):
 
     @property
     def openings(self) -> list[str]:
-        """What a call may begin with."""
         return [marks.opening for marks in self.value]
 
     @classmethod
@@ -68,8 +67,6 @@ class ToolStyle(Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function ``name``."""
-
     name: str
     arguments: dict[str, Any]
 
@@ -86,8 +83,7 @@ def answer_text(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The names of functions in OpenAI's form (see ``tool_of``), and the JSON schemas of their parameters. Raises
-    InputError for another form."""
+    """Names of functions in OpenAI's form (``tool_of``), and schemas of their parameters; raises InputError."""
     found = {}
     for number, tool in enumerate(arguments.objects("tools", tools)):
         where = f"tools[{number}]"
@@ -101,8 +97,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
 
 
 def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
-    """``text -> (content, calls)``: the calls in an answer, and its text without them. What only looks like a call,
-    such as broken JSON, stays in the content."""
+    """``text -> (content, calls)``. What only looks like a call, such as broken JSON, stays in the content."""
     if style is ToolStyle.LLAMA3:
         return _parse_llama(text)
     read = _gemma_call if style is ToolStyle.GEMMA else _json_call
@@ -181,11 +176,9 @@ _ARGUMENT = re.compile(r"^[ \t]+(\w+)(?: \(.*?\))?:[ \t]*(\S.*)$", re.MULTILINE)
 
 
 def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function, in the form that chat templates and OpenAI's ``tools`` take.
-
-    Its description is the first paragraph of its docstring, those of parameters are lines ``name: text`` under
-    ``Args:``. Raises InputError for a parameter without a type that JSON has.
-    """
+    """The JSON schema of a function, in the form that chat templates and OpenAI's ``tools`` take. Its description is
+    the first paragraph of its docstring, those of parameters are lines ``name: text`` under ``Args:``. Raises
+    InputError for a parameter without a type that JSON has."""
     name, about = getattr(function, "__name__", "function"), inspect.getdoc(function) or ""
     block = _ARGUMENTS.search(about)
     told = dict(_ARGUMENT.findall(block[1])) if block else {}

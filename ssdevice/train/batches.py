@@ -29,8 +29,7 @@ class Batch(NamedTuple):
 def tokenize(
     examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str, max_length: int
 ) -> tuple[list[Sample], int]:
-    """Samples no longer than ``max_length`` tokens, and how many longer ones were left out. Raises InputError if none
-    is left."""
+    """Samples of at most ``max_length`` tokens, and the number of longer ones; raises InputError if all are."""
     every = (tokenizer.sample(example, instruction) for example in examples)
     if not (samples := [sample for sample in every if len(sample.ids) <= max_length]):
         raise InputError(f"none of the {len(examples)} examples has {max_length} tokens or fewer; raise --max-length")
@@ -38,11 +37,9 @@ def tokenize(
 
 
 class BatchOrder:
-    """The samples of batch number i, fixed by the seed, so that a resumed run sees the same batches.
-
-    Every epoch shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches:
-    padding stays short and the order random.
-    """
+    """The samples of batch number i, fixed by the seed, so that a resumed run sees the same batches. Every epoch
+    shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches: padding stays
+    short and the order random."""
 
     POOL = 50
 

@@ -17,8 +17,7 @@ from ssdevice.errors import InputError
 from ssdevice.train.options import UNFINISHED
 
 State = dict[str, Any]
-"""``step``: optimizer steps done; ``weights``, ``optimizer``, ``scheduler``: their tensors; ``history``: for each step
-its number and the loss of each stream."""
+"""``step``: steps done; ``weights``, ``optimizer``, ``scheduler``: their states; ``history``: see ``optimize``."""
 
 
 def save(folder: Path, state: State) -> None:

@@ -53,10 +53,8 @@ def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> C
 
 class Decoding:
     """Iterates over ``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
-
     ``slots``: answers in progress at once (default: what suits the device), in rows 0 to n - 1 of the cache. ``names``:
-    the request numbers that ``choose`` gets (default: the prompts' indices).
-    """
+    the request numbers that ``choose`` gets (default: the prompts' indices)."""
 
     def __init__(
         self,

@@ -52,12 +52,9 @@ class StreamingLoss(nn.Module):
         counts: Tensor | None = None,
         known: tuple[Tensor, Tensor | None, list[KeyValue]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
-
-        ``counts [1 + γ]``: divisors of the sums, if this batch is part of a larger one (see the method ``counts``).
-        ``known``: the result of ``run_main``, if α0 = 0 and it exists already; final states only if streams learn from
-        them.
-        """
+        """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch. ``counts [1 + γ]``: divisors of the sums, if
+        this batch is part of a larger one (see the method ``counts``). ``known``: the result of ``run_main``, if α0 = 0
+        and it exists already; final states only if streams learn from them."""
         nodes = completion_rows(prompts, lengths)
         if counts is None:
             counts = self.counts(tokens, prompts, lengths)
@@ -111,8 +108,7 @@ class StreamingLoss(nn.Module):
         return read, final, rows
 
     def run_own(self, read: Tensor, rows: list[KeyValue]) -> tuple[Tensor, list[KeyValue]]:
-        """What drafts start from and the rows they see, from the first and last result of ``run_main``. Own layers,
-        which are trained, run here."""
+        """What drafts start from and the rows that they see. Own layers, which are trained, run here."""
         states = self.model.states(read)
         if self.model.own is not None:
             _, rows = self.model.run_top_layers(states, states, *self._causal(read), [])

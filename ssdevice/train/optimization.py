@@ -94,8 +94,7 @@ def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> l
 
 
 class Run:
-    """What training changes: the adapter's parameters, their optimizer and schedule, and the losses so far. Raises
-    InputError if there is nothing to train."""
+    """What training changes, its optimizer and schedule, and the losses so far. InputError if nothing is trained."""
 
     def __init__(self, loss: StreamingLoss, options: TrainOptions, steps: int) -> None:
         self.loss = loss
@@ -167,11 +166,9 @@ def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
 
 
 def _backward(job: Job, loss: StreamingLoss, parallel: nn.Module, group: list[Sample], kept: MainRows | None) -> Tensor:
-    """Accumulate the gradients of one step over ``group``; returns this process's part of the losses.
-
-    Losses are means over all processes, each of which has a share of the group: n processes compute what one with n
-    times the batch does.
-    """
+    """Accumulate the gradients of one step over ``group``; returns this process's part of the losses. Losses are means
+    over all processes, each of which has a share of the group: n processes compute what one with n times the batch
+    does."""
     place = job.place
     counts = loss.counts(*_collated(job, group))
     parts = torch.zeros_like(counts)

@@ -23,11 +23,9 @@ class Objective(StrEnum):
 
 
 class Recipe(StrEnum):
-    """What is trained and how: our streams, or exactly those of a paper with its loss (docs/paper.md).
-
-    ``paper``: the lossless mode of *Speculative Streaming: Efficient and Scalable Speculative Decoding with
-    Multi-Stream Attention* (figure 2a, appendix H.2). ``paper-v1``: that of 2402.11131.
-    """
+    """What is trained and how: our streams, or exactly those of a paper with its loss (docs/paper.md). ``paper``: the
+    lossless mode of *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*
+    (figure 2a, appendix H.2). ``paper-v1``: that of 2402.11131."""
 
     OURS = "ours"
     PAPER = "paper"

@@ -72,11 +72,8 @@ def read_samples(job: Job, hf: Any, init: AdapterFolder | None, examples: list[E
 
 def self_prompts(job: Job, backbone: Backbone, wanted: int) -> list[str]:
     """``wanted`` distinct prompts, each sampled as a user's turn after the app's instruction. They depend only on the
-    options and the seed.
-
-    Raises ConfigError for a chat template that does not end a user's turn with a special token, InputError if the model
-    repeats itself or never ends its turns.
-    """
+    options and the seed. Raises ConfigError for a chat template that does not end a user's turn with a special token,
+    InputError if the model repeats itself or never ends its turns."""
     tokenizer = job.tokenizer
     opening, end = tokenizer.user_opening(job.options.instruction)
     choose = sampling(job.options.seed, TEMPERATURE, TOP_P)
@@ -138,11 +135,9 @@ def own_completions(
 def written(
     job: Job, keys: Sequence[Key], write: Callable[[Sequence[Key]], Decoding], stage: str
 ) -> dict[Key, list[int]]:
-    """The ids for every key, from the stores of ``stage`` if they have them, otherwise from ``write``.
-
-    Each process appends its share, line by line, to a store of its own, and all processes read all stores. The next
-    run, with any number of processes, uses whatever a kill has left.
-    """
+    """The ids for every key, from the stores of ``stage`` if they have them, otherwise from ``write``. Each process
+    appends its share, line by line, to a store of its own, and all processes read all stores. The next run, with any
+    number of processes, uses whatever a kill has left."""
     place, folder = job.place, job.options.out / UNFINISHED
     done = _read(folder, stage)
     place.wait()  # nobody writes before all have read

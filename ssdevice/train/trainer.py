@@ -44,11 +44,9 @@ LEAST_FACTOR = 4
 
 
 def train(options: TrainOptions, report: Report) -> DevResult | None:
-    """Train one app's adapter into ``options.out``. The dev result is None without dev data or streams.
-
-    Under ``accelerate launch`` or ``torchrun`` every process trains on its share of each batch; only the first writes
-    the files and returns a dev result.
-    """
+    """Train one app's adapter into ``options.out``. The dev result is None without dev data or streams. Under
+    ``accelerate launch`` or ``torchrun`` every process trains on its share of each batch; only the first writes the
+    files and returns a dev result."""
     folder = loading.resolve_folder(options.model)
     tokenizer = open_tokenizer(folder, options.init)
     if options.self_prompt is not None:
