@@ -171,11 +171,8 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
             shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
             states = TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype)
             return FunctionSpec(name, inputs, outputs, states)
-        past = tuple(
-            TensorSpec(past_name(layer), (PAST, g.row_width), cache_dtype)
-            for layer in range(g.layers)
-            for past_name in (past_key, past_value)
-        )
+        past_names = (past_name(layer) for layer in range(g.layers) for past_name in (past_key, past_value))
+        past = tuple(TensorSpec(past_name, (PAST, g.row_width), cache_dtype) for past_name in past_names)
         rows = (TensorSpec(ROWS, (2 * g.layers, new_rows, g.row_width), cache_dtype),) if new_rows else ()
         return FunctionSpec(name, inputs + past, (*outputs, *rows))
 

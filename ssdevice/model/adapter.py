@@ -55,10 +55,7 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
         ids = weights["draft_ids"]
         if ids.dtype != torch.int32:
             raise InputError(f"{file}: tensor 'draft_ids' is {ids.dtype}, expected int32")
-        try:
-            check_draft_ids(ids, streams.vocab)
-        except InputError as error:
-            raise InputError(f"{file}: {error}") from error
+        check_draft_ids(ids, streams.vocab, f"{file}: ")
     streams.load_state_dict(weights, strict=not added)
 
 

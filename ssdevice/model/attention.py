@@ -19,6 +19,8 @@ MASKED = -1e9
 """Additive mask of an invisible row; half-precision targets use another (``Operators.mask_value``)."""
 
 KeyValue = tuple[Tensor, Tensor]
+Context = Sequence[Sequence[KeyValue]]
+"""By layer the runs of rows before the new ones."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Rows:
 
     is_compileable = False
 
-    def __init__(self, past: Sequence[Sequence[KeyValue]], positions: Tensor, attention: Attention) -> None:
+    def __init__(self, past: Context, positions: Tensor, attention: Attention) -> None:
         self.past, self.positions, self.attention = past, positions, attention
         self.new: dict[int, KeyValue] = {}
 

@@ -1,7 +1,7 @@
 """A Hugging Face decoder split into embedding, layers and head. The layers themselves run unchanged."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ssdevice.errors import ContextOverflowError, UnsupportedModelError
 from ssdevice.model import attention
-from ssdevice.model.attention import KeyValue, Rows
+from ssdevice.model.attention import Context, KeyValue, Rows
 from ssdevice.model.families import Family, Sliding, family_of
 from ssdevice.model.operators import Operators
 from ssdevice.model.visibility import additive
@@ -126,13 +126,7 @@ class Backbone(nn.Module):
         }
 
     def run(
-        self,
-        first: int,
-        last: int,
-        h: Tensor,
-        rope: Rope,
-        masks: Masks,
-        past: Sequence[Sequence[KeyValue]] | None = None,
+        self, first: int, last: int, h: Tensor, rope: Rope, masks: Masks, past: Context | None = None
     ) -> tuple[Tensor, list[KeyValue]]:
         """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``: the hidden states, and each layer's new (keys, values).
         ``past[i]``: runs of earlier rows of layer i; None: there are none."""

@@ -96,11 +96,10 @@ def norm_kind(module: nn.Module) -> NormKind | None:
     """What a family's norm computes; None for other modules, and for ``torch.nn.LayerNorm``. Candidates are tried on
     numbers: families differ in the name of eps, in whether the weight is added to one, and in whether the mean is
     subtracted."""
-    weight = getattr(module, "weight", None)
-    if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or not isinstance(weight, nn.Parameter):
+    weights = dict(module.named_parameters())
+    if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or list(weights) != ["weight"]:
         return None
-    if [name for name, _ in module.named_parameters()] != ["weight"]:
-        return None
+    weight = weights["weight"]
     eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0]).reshape(5, *[1] * weight.dim())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssdevice.config import Schedule
 from ssdevice.errors import ConfigError
-from ssdevice.model.attention import KeyValue
+from ssdevice.model.attention import Context, KeyValue
 from ssdevice.model.backbone import Backbone, Masks
 from ssdevice.model.operators import argmax
 from ssdevice.model.streams import DraftLayers, Streams
@@ -127,7 +127,7 @@ class StreamModel(nn.Module):
         return self.backbone.embed(tokens, positions)
 
     def stream_pass(
-        self, h: Tensor, chosen: Tensor | None, positions: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]]
+        self, h: Tensor, chosen: Tensor | None, positions: Tensor, visible: Masks, context: Context
     ) -> Tensor:
         """The MSA layers on the streams of n nodes, without main rows (2402.11131 eq. 2 and 3).
 
@@ -158,9 +158,7 @@ class StreamModel(nn.Module):
         runs = [[old, mine] for old, mine in zip(past, rows, strict=True)]
         return self.draft(h, token, node_at, visible, runs, k)
 
-    def draft(
-        self, h: Tensor, token: Tensor, node_at: Tensor, visible: Masks, context: Sequence[Sequence[KeyValue]], k: int
-    ) -> Tensor:
+    def draft(self, h: Tensor, token: Tensor, node_at: Tensor, visible: Masks, context: Context, k: int) -> Tensor:
         """Candidates ``[γ, k]`` after ``token [1]``, chosen for the node at ``node_at [1]`` with the state ``h``.
         ``context``: per layer the runs of rows that drafts may see, masked by ``visible [1, 1, γ, rows]``."""
         if self.own is None:

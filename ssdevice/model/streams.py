@@ -85,10 +85,10 @@ class StreamRowAdapter(nn.Module):
         return torch.cat([y[..., :main, :], y[..., main:, :] + self.adapter(x[..., main:, :])], dim=-2)
 
 
-def check_draft_ids(ids: Tensor, vocab: int) -> None:
-    """Raise InputError unless ``ids`` are distinct ascending tokens of a vocabulary of ``vocab``."""
+def check_draft_ids(ids: Tensor, vocab: int, where: str = "") -> None:
+    """Raise InputError, after ``where``, unless ``ids`` are distinct ascending tokens of a vocabulary of ``vocab``."""
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids[1:] <= ids[:-1]).any()):
-        raise InputError(f"the draft vocabulary of {len(ids)} tokens is not ascending ids from 0 to {vocab - 1}")
+        raise InputError(f"{where}the draft vocabulary of {len(ids)} tokens is not ascending ids from 0 to {vocab - 1}")
 
 
 TAPS = 0.27, 0.63, 1.0

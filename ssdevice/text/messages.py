@@ -42,11 +42,8 @@ class Chat:
         for name in arguments.mapping("template", {} if template is None else template):
             if arguments.text("a name in template", name) in OF_HOST:
                 raise InputError(f"template: {name!r} is no argument of it; give it as an option of its own")
-        return replace(
-            self,
-            tools=tuple(_json("tools", schemas)) or self.tools,
-            template=self.template if template is None else _json("template", dict(template)),
-        )
+        values = self.template if template is None else _json("template", dict(template))
+        return replace(self, tools=tuple(_json("tools", schemas)) or self.tools, template=values)
 
     def instructed(self, system: str | None) -> Self:
         """With another system message; None changes nothing."""

@@ -17,7 +17,7 @@ from ssdevice.errors import InputError
 from ssdevice.train.options import UNFINISHED
 
 State = dict[str, Any]
-"""``step``: steps done; ``weights``, ``optimizer``, ``scheduler``: their states; ``history``: see ``optimize``."""
+"""``step``: steps done; ``weights``, ``optimizer``, ``scheduler``: their states; ``history``: the losses by step."""
 
 
 def save(folder: Path, state: State) -> None:

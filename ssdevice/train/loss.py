@@ -5,7 +5,7 @@ completion tokens (*Speculative Streaming: Efficient and Scalable Speculative De
 appendix I), so that the memory for them does not grow with γ times the sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.backbone import Masks
-from ssdevice.model.step import StreamModel
+from ssdevice.model.step import Past, Rows, StreamModel
 from ssdevice.model.visibility import additive, causal, own_streams, stream_positions
 from ssdevice.train.options import LossWeights
 
 IGNORE = -100
+Main = tuple[Tensor, Tensor | None, Rows]
+"""What ``StreamingLoss.run_main`` gives; None for final states from which no stream learns."""
 
 
 class StreamingLoss(nn.Module):
@@ -45,12 +47,7 @@ class StreamingLoss(nn.Module):
         self.register_buffer("place", place, persistent=False)  # token -> its row in the streams' head
 
     def forward(
-        self,
-        tokens: Tensor,
-        prompts: Tensor,
-        lengths: Tensor,
-        counts: Tensor | None = None,
-        known: tuple[Tensor, Tensor | None, list[KeyValue]] | None = None,
+        self, tokens: Tensor, prompts: Tensor, lengths: Tensor, counts: Tensor | None = None, known: Main | None = None
     ) -> tuple[Tensor, Tensor]:
         """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch. ``counts [1 + γ]``: divisors of the sums, if
         this batch is part of a larger one (see the method ``counts``). ``known``: the result of ``run_main``, if α0 = 0
@@ -96,7 +93,7 @@ class StreamingLoss(nn.Module):
         ahead = torch.stack([targets(tokens, nodes, lengths, j + 2) for j in range(gamma)], dim=-1)
         return torch.where(ahead == IGNORE, IGNORE, self.place[ahead.clamp(min=0)])
 
-    def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[KeyValue]]:
+    def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, Rows]:
         """Main rows of whole sequences: what drafts read of them, final states, and the MSA layers' new rows."""
         model, backbone = self.model, self.model.backbone
         positions, masks = self._causal(tokens)
@@ -107,7 +104,7 @@ class StreamingLoss(nn.Module):
         final, rows = model.run_top_layers(h, read, positions, masks, [])
         return read, final, rows
 
-    def run_own(self, read: Tensor, rows: list[KeyValue]) -> tuple[Tensor, list[KeyValue]]:
+    def run_own(self, read: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         """What drafts start from and the rows that they see. Own layers, which are trained, run here."""
         states = self.model.states(read)
         if self.model.own is not None:
@@ -126,13 +123,7 @@ class StreamingLoss(nn.Module):
         return cross_entropy(self.model.backbone.head(rows[keep]).float(), wanted[keep], reduction="sum")
 
     def _segment(
-        self,
-        states: Tensor,
-        final: Tensor | None,
-        nodes: Tensor,
-        tokens: Tensor,
-        lengths: Tensor,
-        rows: Sequence[KeyValue],
+        self, states: Tensor, final: Tensor | None, nodes: Tensor, tokens: Tensor, lengths: Tensor, rows: Past
     ) -> Tensor:
         """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1: none): weighted, and plain."""
         gamma = self.model.gamma
@@ -174,7 +165,7 @@ class StreamingLoss(nn.Module):
         before = model.backbone.embed(tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)), at)
         return model.streams.after(finished, before[keep])
 
-    def run_streams(self, states: Tensor, nodes: Tensor, tokens: Tensor, rows: Sequence[KeyValue]) -> Tensor:
+    def run_streams(self, states: Tensor, nodes: Tensor, tokens: Tensor, rows: Past) -> Tensor:
         """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences ``tokens [B, S]``."""
         model, at = self.model, nodes.clamp(min=0)
         h = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))

@@ -13,21 +13,19 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ssdevice.errors import InputError, SSDeviceError
-from ssdevice.model.attention import KeyValue
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import Batch, BatchOrder, collate, pieces
 from ssdevice.train.job import Job
-from ssdevice.train.loss import StreamingLoss
+from ssdevice.train.loss import Main, StreamingLoss
 from ssdevice.train.options import EPOCHS, TrainOptions
 from ssdevice.train.start import Moments
 
 CHECKPOINT_SECONDS = 120.0
 WARMUP = 50
 """Steps in which the learning rate rises; a tenth of all at most."""
-
-Rows = tuple[Tensor, Tensor | None, list[KeyValue]]
-"""What ``StreamingLoss.run_main`` gives; None for final states from which no stream learns."""
+History = list[list[float]]
+"""By step: its number, the loss of main rows, the loss of every stream."""
 
 
 class MainRows:
@@ -39,7 +37,7 @@ class MainRows:
         self.kept: dict[Sample, list[Tensor]] = {}
 
     @torch.no_grad()
-    def of(self, samples: Sequence[Sample], batch: Batch) -> Rows:
+    def of(self, samples: Sequence[Sample], batch: Batch) -> Main:
         """The main rows of ``batch``, which is ``samples`` collated."""
         if not all(sample in self.kept for sample in samples):
             middle, final, rows = self.loss.run_main(batch.tokens)
@@ -64,9 +62,9 @@ class MainRows:
                 self.kept[sample] = [part.to("cpu", copy=True) for part in mine]
 
 
-def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> list[list[float]]:
-    """Train from the last checkpoint to the end. Returns the history: step, loss of main rows, loss of every stream.
-    ``fresh``: the streams are untrained, so where they start is fitted first."""
+def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> History:
+    """Train from the last checkpoint to the end. ``fresh``: the streams are untrained, so where they start is fitted
+    first."""
     options, place = job.options, job.place
     steps = options.steps or EPOCHS * order.per_epoch
     run = Run(loss, options, steps)
@@ -106,7 +104,7 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda i: min((i + 1) / (warmup + 1), max(0.0, (steps - i) / max(1, steps - warmup)))
         )
-        self.step, self.history = 0, list[list[float]]()
+        self.step, self.history = 0, History()
         self._whole = False  # whether the state is that after a step, and not saved yet
 
     def resume(self, folder: Path) -> None:

@@ -30,7 +30,7 @@ from ssdevice.train.batches import BatchOrder
 from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluate
 from ssdevice.train.job import Job, Place
 from ssdevice.train.loss import StreamingLoss
-from ssdevice.train.optimization import optimize
+from ssdevice.train.optimization import History, optimize
 from ssdevice.train.options import Objective, TrainOptions
 from ssdevice.train.samples import read_samples
 from ssdevice.train.start import scale_follow
@@ -192,12 +192,7 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
 
 
 def _save(
-    options: TrainOptions,
-    wrapped: Any,
-    streams: Streams | None,
-    identity: BaseIdentity,
-    rows: int,
-    history: list[list[float]],
+    options: TrainOptions, wrapped: Any, streams: Streams | None, identity: BaseIdentity, rows: int, history: History
 ) -> None:
     """Write PEFT's files (LoRA in float16) and the streams."""
     options.out.mkdir(parents=True, exist_ok=True)
