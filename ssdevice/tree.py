@@ -217,9 +217,7 @@ def tokens_per_step(answers: Sequence[AnswerRanks], tree: Tree) -> float:
     for answer in answers:
         at, last = 0, len(answer) - 1
         while at < last:
-            depth = 0
-            while depth < tree.depth and tuple(answer[at][: depth + 1]) in known:
-                depth += 1
+            depth = max(d for d in range(tree.depth + 1) if tuple(answer[at][:d]) in known)
             taken = min(depth + 1, last - at)
             at, emitted, steps = at + taken, emitted + taken, steps + 1
     return emitted / max(steps, 1)

@@ -126,16 +126,10 @@ class Variant:
                 shared = f"streams {what} cannot share a bundle with other apps yet"
                 raise InputError(f"{shared}: export this app by itself, or train it with {option} 0")
         lossless = streams.mode is Mode.LOSSLESS
-        kind = replace(
-            streams,
-            gamma=1,
-            init_rank=streams.init_rank and EXAMPLE_RANK,
-            token_rank=streams.token_rank and EXAMPLE_RANK,
-            adapter_rank=EXAMPLE_RANK,
-            stream_mlp=streams.stream_mlp if lossless else StreamMLP.BASE_ADAPTER,
-            lora_rank=0,
-        )
-        return cls(not lossless, kind)
+        f, g = (rank and EXAMPLE_RANK for rank in (streams.init_rank, streams.token_rank))
+        mlp = streams.stream_mlp if lossless else StreamMLP.BASE_ADAPTER
+        kind = replace(streams, gamma=1, init_rank=f, token_rank=g, adapter_rank=EXAMPLE_RANK, lora_rank=0)
+        return cls(not lossless, replace(kind, stream_mlp=mlp))
 
     def own(self, names: Iterable[str]) -> list[str]:
         """The contract's functions among ``names`` that its apps have."""

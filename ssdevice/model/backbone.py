@@ -120,10 +120,8 @@ class Backbone(nn.Module):
 
     def rope_tables(self) -> dict[str, tuple[Tensor, Tensor]]:
         """cos and sin ``[positions, rotary dim]`` by rotary kind."""
-        return {
-            name: (self.get_buffer(f"rope_cos_{name}"), self.get_buffer(f"rope_sin_{name}"))
-            for name in self._rope_kinds
-        }
+        read = self.get_buffer
+        return {name: (read(f"rope_cos_{name}"), read(f"rope_sin_{name}")) for name in self._rope_kinds}
 
     def run(
         self, first: int, last: int, h: Tensor, rope: Rope, masks: Masks, past: Context | None = None

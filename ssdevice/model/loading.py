@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ssdevice.adapters.base_files import INDEX, WHOLE, shards, weight_files
+from ssdevice.adapters.base_files import INDEX, WHOLE, shards
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, Adapter, AdapterFolder, AdapterSettings, BaseIdentity
 from ssdevice.config import StreamConfig
 from ssdevice.contract import Geometry
@@ -23,7 +23,7 @@ from ssdevice.model.families import family_of
 from ssdevice.model.lora import attach_lora, merge_lora
 from ssdevice.model.mapped import mapped, release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.stored import check_unquantized, stored_tensors, unread_notes, wrapper_note
+from ssdevice.model.stored import Stored, check_unquantized, stored_tensors, unread_notes, wrapper_note
 from ssdevice.model.streams import Streams
 from ssdevice.rules import check_rule
 from ssdevice.text.chat_template import read_object
@@ -129,7 +129,7 @@ def load_base(
     if not values:
         weights = {name: torch.empty(found.shape, dtype=dtype, device="meta") for name, found in stored.items()}
     elif scratch is not None:
-        weights = {name: mapped(_finite(folder, name, tensor), scratch) for name, tensor in _tensors(folder)}
+        weights = {name: mapped(_finite(folder, name, tensor), scratch) for name, tensor in _tensors(stored)}
     hf, found = _from_library(folder, config, weights, dtype)
     for name, there, asked in sorted(found["mismatched_keys"]):
         raise InputError(f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json")
@@ -167,14 +167,11 @@ def _from_library(folder: Path, config: Any, weights: dict[str, Tensor] | None, 
         raise InputError(f"{folder}: the model cannot be loaded ({first_line(error)})") from error
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder and its name; only one at a time is in memory."""
-    for file in weight_files(folder):
-        with safe_open(str(file), framework="pt") as tensors:
-            names = list(tensors.keys())
-        for name in names:
-            with safe_open(str(file), framework="pt") as tensors:  # its pages stay in memory until it is closed
-                yield name, tensors.get_tensor(name)
+def _tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor and its name; only one at a time is in memory."""
+    for name, found in stored.items():
+        with safe_open(str(found.file), framework="pt") as tensors:  # its pages stay in memory until it is closed
+            yield name, tensors.get_tensor(name)
 
 
 def _finite(folder: Path, name: str, values: Tensor) -> Tensor:

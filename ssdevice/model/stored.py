@@ -35,6 +35,7 @@ _HARMLESS = {
 class Stored:
     """A tensor in a file; ``dtype`` as safetensors names it."""
 
+    file: Path
     dtype: str
     shape: tuple[int, ...]
 
@@ -52,7 +53,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             with reading(file), safe_open(str(file), framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # no mapping
                     entry = tensors.get_slice(name)
-                    found[name] = Stored(entry.get_dtype(), tuple(entry.get_shape()))
+                    found[name] = Stored(file, entry.get_dtype(), tuple(entry.get_shape()))
         except SafetensorError as error:
             raise InputError(
                 f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)}): "
@@ -66,13 +67,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 def check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise InputError, which names the method, for a folder whose ``config`` or files say that it is quantized."""
-    parts = {CONFIG_FILE: config, f"text_config of {CONFIG_FILE}": config.get("text_config")}
-    told = [
-        (f"{key} in {where}", part[key])
-        for where, part in parts.items()
-        for key in _KEYS
-        if isinstance(part, Mapping) and part.get(key)
-    ]
+    parts = {CONFIG_FILE: config, f"text_config of {CONFIG_FILE}": config.get("text_config") or {}}
+    told = [(f"{key} in {where}", part[key]) for where, part in parts.items() for key in _KEYS if part.get(key)]
     told += [(name, read_json(folder / name)) for name in _FILES if (folder / name).is_file()]
     for where, settings in told:
         raise InputError(f"{folder}: the weights are quantized by {_method(settings)} ({where}): {_WANTED}")

@@ -185,12 +185,9 @@ def _trimmed(frames: Frames, name: str, messages: Sequence[Message], render: Ren
     at = 0 if name == "system" else -1
     blank = list(messages)
     blank[at] = {**messages[at], "content": BLANKS + messages[at]["content"] + BLANKS[::-1]}
-    for trim in Trim:
-        trimmed: dict[str, Any] = {name: replace(frame, trim=trim)}
-        changed = replace(frames, **trimmed)
-        if _agree(changed, render, [(blank, False)]):
-            return changed
-    return frames
+    trimmed: Iterator[dict[str, Any]] = ({name: replace(frame, trim=trim)} for trim in Trim)
+    changed = (replace(frames, **each) for each in trimmed)
+    return next((each for each in changed if _agree(each, render, [(blank, False)])), frames)
 
 
 def _agree(frames: Frames, render: Render, conversations: Sequence[Conversation]) -> bool:

@@ -68,7 +68,3 @@ def load(folder: Path) -> State | None:
         raise InputError(f"{target} is damaged; delete {target.parent} to start over")
     state: State = torch.load(io.BytesIO(content[size:]), weights_only=True)
     return state
-
-
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)

@@ -95,14 +95,13 @@ class StreamingLoss(nn.Module):
 
     def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, Rows]:
         """Main rows of whole sequences: what drafts read of them, final states, and the MSA layers' new rows."""
-        model, backbone = self.model, self.model.backbone
+        model = self.model
         positions, masks = self._causal(tokens)
-        h = backbone.embed(tokens, positions.expand(tokens.shape[0], -1))
+        h = model.backbone.embed(tokens, positions.expand(tokens.shape[0], -1))
         h, read, _ = model.run_main_layers(h, positions, masks, [])
         if model.own is not None:
             return read, h, []
-        final, rows = model.run_top_layers(h, read, positions, masks, [])
-        return read, final, rows
+        return read, *model.run_top_layers(h, read, positions, masks, [])
 
     def run_own(self, read: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
         """What drafts start from and the rows that they see. Own layers, which are trained, run here."""

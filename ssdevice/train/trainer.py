@@ -31,7 +31,7 @@ from ssdevice.train.evaluation import DEV_LIMIT, DevResult, dev_prompts, evaluat
 from ssdevice.train.job import Job, Place
 from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.optimization import History, optimize
-from ssdevice.train.options import Objective, TrainOptions
+from ssdevice.train.options import UNFINISHED, Objective, TrainOptions
 from ssdevice.train.samples import read_samples
 from ssdevice.train.start import scale_follow
 
@@ -95,7 +95,7 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     place.wait()
     result = evaluate(job, dev) if dev else None
     if place.main:
-        checkpoint.remove(options.out)
+        shutil.rmtree(options.out / UNFINISHED, ignore_errors=True)
     place.leave()
     return result
 
