@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import IO
 
-from ssdevice.errors import first_line
+from ssdevice.errors import typed_line
 from ssdevice.memory import own_peak_mb
 from ssdevice.peers.arm import Answer, Engine, Json
 
@@ -28,7 +28,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         return _tell(pipe, {"missing": error.name or str(error)})
     except Exception as error:
-        return _tell(pipe, {"error": f"{type(error).__name__}: {first_line(error)}"})
+        return _tell(pipe, {"error": typed_line(error)})
     _tell(pipe, {"version": engine.version, "weights": engine.weights})
     for line in sys.stdin:
         request = json.loads(line)
@@ -36,7 +36,7 @@ def main() -> None:
             answer = Answer(request["max_tokens"], settings["stops"])
             engine.answer(request["prompt"], answer)
         except Exception as error:
-            return _tell(pipe, {"error": f"{type(error).__name__}: {first_line(error)}"})
+            return _tell(pipe, {"error": typed_line(error)})
         _tell(pipe, answer.as_json() | {"peak_mb": own_peak_mb()})
 
 

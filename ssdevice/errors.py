@@ -88,6 +88,11 @@ def first_line(error: BaseException) -> str:
     return said.removesuffix(":") or type(error).__name__
 
 
+def typed_line(error: BaseException) -> str:
+    """The type of an error and its ``first_line``."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """How a Git LFS pointer begins: the small text that stands for a large file until that is fetched."""
 

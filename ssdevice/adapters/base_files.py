@@ -24,7 +24,6 @@ def weight_files(folder: Path) -> list[Path]:
         found = f" ({others[0]} is not what transformers loads; {_conversion(others[0])})" if others else ""
         raise InputError(f"{folder}: no .safetensors weights: neither {WHOLE} nor {INDEX}{found}")
     files = [folder / first]
-    check_no_pointer(files[0])
     if first.endswith(".json"):
         files = [folder / name for name in shards(files[0])]
     for file in files:

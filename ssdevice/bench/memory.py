@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import ssdevice
-from ssdevice.errors import SSDeviceError, first_line
+from ssdevice.errors import SSDeviceError, typed_line
 from ssdevice.memory import own_peak_mb
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.session import Session
@@ -44,4 +44,4 @@ def main() -> None:
                     pass
             print("\n" + json.dumps([psutil.Process().memory_info().rss / 1e6, own_peak_mb()]))
     except SSDeviceError as error:
-        sys.exit(f"{type(error).__name__}: {first_line(error)}")
+        sys.exit(typed_line(error))

@@ -36,7 +36,7 @@ class Backbone(nn.Module):
 
     def __init__(self, hf: Any, context: int, positions: int) -> None:
         super().__init__()
-        config = hf.config
+        self.config = config = hf.config
         self.family = family = family_of(config.model_type)
         for key, values in family.refuse.items():
             if getattr(config, key, values[0]) not in values:
@@ -45,7 +45,6 @@ class Backbone(nn.Module):
                 )
         decoder = hf.get_submodule(family.decoder)
         config._attn_implementation = attention.NAME
-        self.config = config
         self.embed_tokens = getattr(decoder, family.embed)
         self.layers = nn.ModuleList(getattr(decoder, family.layers))
         self.num_layers = len(self.layers)

@@ -117,13 +117,10 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | No
 def load_base(
     folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | None = None, values: bool = True
 ) -> Base:
-    """The base in a folder. Raises InputError or UnsupportedModelError.
-
-    ``scratch``: a folder for large float32 weights, which are then mapped instead of held in memory. Without ``values``
-    only the headers of its files are read, and all tensors are on torch's meta device. transformers would fill what the
-    files lack with random numbers and leave out what it does not know, so such a folder is refused, as are weights that
-    are not finite.
-    """
+    """The base in a folder. Raises InputError or UnsupportedModelError. ``scratch``: a folder for large float32
+    weights, which are then mapped instead of held in memory. Without ``values`` only the headers of its files are read,
+    and all tensors are on torch's meta device. transformers would fill what the files lack with random numbers and
+    leave out what it does not know, so such a folder is refused, as are weights that are not finite."""
     config, stored = read_config(folder), stored_tensors(folder)
     weights: dict[str, Tensor] | None = None
     if not values:

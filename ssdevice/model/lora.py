@@ -30,8 +30,7 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, adapter: LowRank) -> None:
         super().__init__()
-        self.base = base
-        self.adapter = adapter
+        self.base, self.adapter = base, adapter
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., inputs] -> [.., outputs]``."""
@@ -72,9 +71,7 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
     hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
 
-    for name, module in list(hf.named_modules()):
-        if not hasattr(module, "lora_A"):
-            continue
+    for name, module in [(name, module) for name, module in hf.named_modules() if hasattr(module, "lora_A")]:
         base = getattr(module, "base_layer", None)
         if not isinstance(module, Linear) or not isinstance(base, nn.Linear):
             raise UnsupportedModelError(
@@ -116,11 +113,9 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
 
 def check_peft(folder: Path, apart: bool = False, vocab: int | None = None) -> None:
     """Raise InputError unless a folder has a LoRA with finite tensors of the configured ranks. ``apart``: it will stay
-    separate; ``vocab``: tokens of the model it is for, if known.
-
-    Otherwise the configured rank would decide how much memory is allocated, a missing file would be looked up on the
-    hub under the folder's name, and a NaN would be merged into the base.
-    """
+    separate; ``vocab``: tokens of the model it is for, if known. Otherwise the configured rank would decide how much
+    memory is allocated, a missing file would be looked up on the hub under the folder's name, and a NaN would be merged
+    into the base."""
     file = folder / PEFT_CONFIG
     config = read_json(file)
     if not isinstance(config, dict):

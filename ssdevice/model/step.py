@@ -54,9 +54,7 @@ class StreamModel(nn.Module):
 
     def __init__(self, backbone: Backbone, streams: Streams | None, gamma: int) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.streams = streams
-        self.gamma = gamma
+        self.backbone, self.streams, self.gamma = backbone, streams, gamma
         self.first_msa = backbone.num_layers - (streams.config.msa_layers if streams is not None else 0)
         self.draft_head: nn.Linear | None = None
         self.take_draft_rows()
@@ -129,12 +127,10 @@ class StreamModel(nn.Module):
     def stream_pass(
         self, h: Tensor, chosen: Tensor | None, positions: Tensor, visible: Masks, context: Context
     ) -> Tensor:
-        """The MSA layers on the streams of n nodes, without main rows (2402.11131 eq. 2 and 3).
-
-        ``h [B, n, D]``: the nodes at layer N - N_s, at ``positions [B, n]``. ``chosen``: of the tokens after them.
-        ``context``: per layer the runs of rows that streams may see, masked by ``visible [B or 1, 1, n * γ, rows]``.
-        Returns ``[B, n * γ, D]``.
-        """
+        """The MSA layers on the streams of n nodes, without main rows (2402.11131 eq. 2 and 3). ``h [B, n, D]``: the
+        nodes at layer N - N_s, at ``positions [B, n]``. ``chosen``: of the tokens after them. ``context``: per layer
+        the runs of rows that streams may see, masked by ``visible [B or 1, 1, n * γ, rows]``. Returns
+        ``[B, n * γ, D]``."""
         backbone, streams = self.backbone, self.streams
         assert streams is not None
         own = additive(own_streams(h.shape[1], self.gamma, h.device), backbone.mask_value)
@@ -186,8 +182,7 @@ class StreamModel(nn.Module):
         drafts: list[Tensor] = []
         for j in range(self.gamma):
             before = self.backbone.embed(token[None], node_at[None] + (j + 1))
-            row = self.streams.after(finished[:, j : j + 1], before)
-            drafts.append(self._candidates(row, k))
+            drafts.append(self._candidates(self.streams.after(finished[:, j : j + 1], before), k))
             token = drafts[-1][0, :1]
         return torch.cat(drafts)
 
@@ -406,7 +401,6 @@ class PrefillModule(nn.Module):
 
 
 def joined(*runs: KeyValue) -> KeyValue:
-    """Runs of keys and values as one."""
     keys, values = zip(*runs, strict=True)
     return (torch.cat(keys, dim=2), torch.cat(values, dim=2)) if len(runs) > 1 else runs[0]
 

@@ -41,7 +41,6 @@ class Stored:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
         return math.prod(self.shape)
 
 

@@ -49,10 +49,7 @@ class StreamRowAdapter(nn.Module):
 
     def __init__(self, base: nn.Module, adapter: LowRank, split: RowSplit, replace: bool) -> None:
         super().__init__()
-        self.base = base
-        self.adapter = adapter
-        self.split = split
-        self.replace = replace
+        self.base, self.adapter, self.split, self.replace = base, adapter, split, replace
         self.folded: nn.Linear | None = None
 
     def fold(self) -> None:

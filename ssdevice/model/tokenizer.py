@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import ConfigError, TemplateRefusal, check_no_pointer, first_line
+from ssdevice.errors import ConfigError, TemplateRefusal, check_no_pointer, typed_line
 from ssdevice.text.chat_template import (
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -57,12 +57,10 @@ def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
 def open_tokenizer(
     model: Path, adapter: Path | None = None, *, variables: dict[str, Any] | None = None
 ) -> ChatTokenizer:
-    """The tokenizer and chat format of a model's folder, or of an adapter's that brings its own.
-
-    Without a template prompts are used as they are (``plain``). Stop tokens are those of the model's
-    ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token that the template puts after
-    an answer. Raises ConfigError naming the file that is missing or wrong.
-    """
+    """The tokenizer and chat format of a model's folder, or of an adapter's that brings its own. Without a template
+    prompts are used as they are (``plain``). Stop tokens are those of the model's ``generation_config.json`` (else
+    ``config.json``), ``eos_token``, and the special token that the template puts after an answer. Raises ConfigError
+    naming the file that is missing or wrong."""
     folder = tokenizer_folder(model, adapter)
     opened = as_shipped(folder, as_transformers(folder))
     _check_options(folder, opened)
@@ -105,9 +103,7 @@ def as_transformers(folder: Path) -> Any:
             ) from error
         if isinstance(error, UnicodeDecodeError):
             raise ConfigError(f"{folder / TEMPLATE_FILE}: not UTF-8 text (byte {error.start})") from error
-        raise ConfigError(
-            f"{folder}: transformers cannot open its tokenizer ({type(error).__name__}: {first_line(error)})"
-        ) from error
+        raise ConfigError(f"{folder}: transformers cannot open its tokenizer ({typed_line(error)})") from error
     if not isinstance(opened, PreTrainedTokenizerFast):
         raise ConfigError(
             f"{folder}: its tokenizer class {type(opened).__name__} does not use {TOKENIZER_FILE}, and a bundle can "
@@ -125,9 +121,7 @@ def as_shipped(folder: Path, opened: Any) -> Any:
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **opened.special_tokens_map)
     except Exception as error:  # as above
-        raise ConfigError(
-            f"{folder / TOKENIZER_FILE}: transformers cannot read it ({type(error).__name__}: {first_line(error)})"
-        ) from error
+        raise ConfigError(f"{folder / TOKENIZER_FILE}: transformers cannot read it ({typed_line(error)})") from error
 
 
 def _check_options(folder: Path, opened: Any) -> None:

@@ -122,7 +122,7 @@ def main() -> None:
 
     seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
-    limited = hasattr(signal, "setitimer")
+    set_timer, kind = getattr(signal, "setitimer", lambda *_: None), getattr(signal, "ITIMER_PROF", 0)
     with suppress(ImportError):  # where a system has no such limits, the parent still ends what takes too long
         import resource
 
@@ -130,11 +130,9 @@ def main() -> None:
             with suppress(OSError, ValueError):
                 resource.setrlimit(limit, (most, most))
     for line in sys.stdin.buffer:
-        if limited:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, whatever it is doing
+        set_timer(kind, seconds)  # ends this process, whatever it is doing
         answer = json.dumps(_answered(json.loads(line))).encode()
-        if limited:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        set_timer(kind, 0)
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
 

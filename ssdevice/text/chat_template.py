@@ -133,12 +133,10 @@ def _frames(template: str, names: str) -> tuple[Frames | None, bool]:
 
 
 def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
-    """Frames for prompts without marks, which have the ids that the tokenizer itself gives a text.
-
-    Every message is on its own line, but an answer follows its prompt directly: the model continues the text. Special
-    tokens that the tokenizer puts before a text are in the frames, those behind are not. Raises ConfigError if no
-    frames give these ids.
-    """
+    """Frames for prompts without marks, which have the ids that the tokenizer itself gives a text. Every message is on
+    its own line, but an answer follows its prompt directly: the model continues the text. Special tokens that the
+    tokenizer puts before a text are in the frames, those behind are not. Raises ConfigError if no frames give these
+    ids."""
     whole = tokenizer.encode(PROBE)
     words = [i for i, special in enumerate(whole.special_tokens_mask) if not special] or [0]
     opening = "".join(whole.tokens[: words[0]])

@@ -27,12 +27,9 @@ class Trim(StrEnum):
 
 
 TRIMMED: dict[Trim, Callable[[str], str]] = {
-    Trim.NONE: str,
+    Trim.NONE: str, Trim.LEFT: str.lstrip, Trim.RIGHT: str.rstrip, Trim.BOTH: str.strip,
     Trim.SPACE: lambda content: content.removeprefix(" "),
-    Trim.LEFT: str.lstrip,
-    Trim.RIGHT: str.rstrip,
-    Trim.BOTH: str.strip,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,11 +130,8 @@ SYSTEM, USER, ANSWER, AGAIN = (
     for role, place in (("system", "system"), ("user", "user"), ("assistant", "answer"), ("user", "again"))
 )
 PLACES: dict[str, Sequence[Message]] = {
-    "first": (USER,),
-    "assistant": (USER, ANSWER),
-    "user": (USER, ANSWER, AGAIN),
-    "after_system": (SYSTEM, USER),
-}
+    "first": (USER,), "assistant": (USER, ANSWER), "user": (USER, ANSWER, AGAIN), "after_system": (SYSTEM, USER),
+}  # fmt: skip
 """Frame -> a conversation whose last message it is around."""
 
 

@@ -134,12 +134,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Finds the first of several strings in text that comes in pieces, holding back what may be its beginning.
-
-    The first is the one that ends first (of those, the longest), however the text is cut into pieces. ``stop``: the
-    string found, or None. Special tokens are searched as they are written, though they are not shown. Raises
-    ConfigError for an empty string.
-    """
+    """Finds the first of several strings in text that comes in pieces, holding back what may be its beginning. The
+    first is the one that ends first (of those, the longest), however the text is cut into pieces. ``stop``: the string
+    found, or None. Special tokens are searched as they are written, though they are not shown. Raises ConfigError for
+    an empty string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         stops = [stops] if isinstance(stops, str) else stops  # a str is a sequence of its characters
@@ -190,9 +188,7 @@ class TextOutput:
     one, so an answer's end does not depend on how many were accepted at a time."""
 
     def __init__(self, stream: TextStream, stop_ids: Collection[int], stops: StopStrings) -> None:
-        self._stream = stream
-        self._stop_ids = frozenset(stop_ids)
-        self._stops = stops
+        self._stream, self._stop_ids, self._stops = stream, frozenset(stop_ids), stops
         self.stopped = False
 
     @property

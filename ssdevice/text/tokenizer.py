@@ -63,15 +63,13 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, *, plain: bool = False) -> None:
-        self.tokenizer = tokenizer
-        self.chat = chat
-        self.plain = plain
+        self.tokenizer, self.chat, self.plain = tokenizer, chat, plain
         if not chat.stop_ids:
             raise ConfigError(
                 "the chat format has no stop token: set 'eos_token_id' in generation_config.json, or 'eos_token' in "
                 f"{TOKENIZER_CONFIG_FILE}"
             )
-        self._template = chat.writer
+        self._template, self._texts = chat.writer, TokenTexts(tokenizer)
 
     @classmethod
     def of_model(
@@ -179,10 +177,6 @@ class ChatTokenizer:
         if self.chat.template is None:
             raise InputError(NO_TEMPLATE)
         return ChatTemplate(self.chat)
-
-    @cached_property
-    def _texts(self) -> TokenTexts:
-        return TokenTexts(self.tokenizer)
 
     @cached_property
     def _head(self) -> tuple[str, list[int]]:

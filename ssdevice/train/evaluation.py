@@ -19,7 +19,6 @@ from ssdevice.train.samples import own_completions
 from ssdevice.tree import MISS, Tree, tokens_per_step
 
 DEV_LIMIT = 100
-"""Dev prompts to decode."""
 
 
 @dataclass(frozen=True)

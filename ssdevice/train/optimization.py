@@ -108,7 +108,6 @@ class Run:
         self._whole = False  # whether the state is that after a step, and not saved yet
 
     def resume(self, folder: Path) -> None:
-        """Go on from the checkpoint in ``folder``, if there is one."""
         if (found := checkpoint.load(folder)) is None:
             return
         self.loss.load_state_dict(found["weights"], strict=False)

@@ -136,7 +136,6 @@ class TrainOptions(Ruled):
 
     @property
     def weights(self) -> LossWeights:
-        """The weights of the loss, with their defaults."""
         if self.objective is Objective.NEXT_TOKEN:
             return LossWeights(1.0, 0.0)
         main, stream = (0.0, 1.0) if self.frozen else (1.0, 0.1)
