@@ -13,6 +13,12 @@ def _wrong(name: str, value: Any, expected: str) -> InputError:
     return InputError(f"{name} is {type(value).__name__} ({repr(value)[:60]}), expected {expected}")
 
 
+def _items(name: str, value: Any, kind: Any, what: str) -> list[Any]:
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, kind):
+        raise _wrong(name, value, f"a list of {what}")
+    return list(value)
+
+
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _wrong(name, value, "a string")
@@ -23,9 +29,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     """The strings of a list or another iterable; a string is one of them, not its characters."""
     if isinstance(value, str):
         return (value,)
-    if not isinstance(value, Iterable) or isinstance(value, (bytes, bytearray)):
-        raise _wrong(name, value, "a list of strings")
-    return tuple(text(f"{name}[{i}]", item) for i, item in enumerate(value))
+    return tuple(text(f"{name}[{i}]", item) for i, item in enumerate(_items(name, value, Iterable, "strings")))
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -40,9 +44,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
 def wholes(name: str, value: Any) -> list[int]:
     """The whole numbers of a list, an array or another iterable."""
-    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Iterable):
-        raise _wrong(name, value, "a list of whole numbers")
-    items = list(value)
+    items = _items(name, value, Iterable, "whole numbers")
     return items if set(map(type, items)) <= {int} else [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
 
 
@@ -60,9 +62,7 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def objects(name: str, value: Any) -> list[Mapping[str, Any]]:
-    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
-        raise _wrong(name, value, "a list of objects")
-    return [mapping(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    return [mapping(f"{name}[{i}]", item) for i, item in enumerate(_items(name, value, Sequence, "objects"))]
 
 
 def path(name: str, value: Any) -> Path:
