@@ -71,7 +71,6 @@ class Adapter:
 
     @property
     def mode(self) -> Mode | None:
-        """The mode of its streams; None without streams."""
         return self.settings.streams.mode if self.settings is not None else None
 
     @property

@@ -137,7 +137,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The name that its files contain."""
         if self.streams is None:
             return "lora" if self.lora else "base"
         s = self.streams

@@ -71,7 +71,9 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
     hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
 
-    for name, module in [(name, module) for name, module in hf.named_modules() if hasattr(module, "lora_A")]:
+    for name, module in list(hf.named_modules()):
+        if not hasattr(module, "lora_A"):
+            continue
         base = getattr(module, "base_layer", None)
         if not isinstance(module, Linear) or not isinstance(base, nn.Linear):
             raise UnsupportedModelError(

@@ -40,7 +40,6 @@ class LowRank(nn.Module):
 
 
 def low_rank_factors(model: nn.Module) -> set[nn.Module]:
-    """Both factors of every low-rank term in ``model``."""
     return {factor for term in model.modules() if isinstance(term, LowRank) for factor in term.children()}
 
 
@@ -178,7 +177,8 @@ class Streams(nn.Module):
 
     def start(self, h: Tensor, gamma: int, chosen: Tensor | None = None) -> Tensor:
         """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node. With ``token_rank``,
-        ``chosen [B, n, D]`` embeds the tokens E after the nodes, and stream j adds its part of g(M_t, E)."""
+        ``chosen [B, n, D]`` embeds the tokens E after the nodes, and stream j adds its part of g(M_t, E),
+        ``[.., 2 D] -> [.., γ D]``."""
         batch, nodes, width = h.shape
         shared = self.moved(h)
         starts = shared[:, :, None] + self.identifiers[:gamma].to(h.dtype)

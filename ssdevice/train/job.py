@@ -70,7 +70,6 @@ class Place:
         return nn.parallel.DistributedDataParallel(module, device_ids=devices, broadcast_buffers=False)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over all processes."""
         if self.world > 1:
             torch.distributed.all_reduce(value)
         return value

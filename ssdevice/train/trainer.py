@@ -159,7 +159,6 @@ def draft_ids(samples: Sequence[Sample], always: Iterable[int], size: int, vocab
 
 
 def covered(samples: Sequence[Sample], ids: Sequence[int]) -> float:
-    """The share of completion tokens that are in ``ids``."""
     known = set(ids)
     tokens = [token for sample in samples for token in sample.ids[sample.prompt :]]
     return sum(token in known for token in tokens) / max(1, len(tokens))
