@@ -81,7 +81,7 @@ def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightF
                 name=value.name or "",
                 base_dir=weights.path.parent,
             )
-    _strip(model)
+    _strip(model, spec.name in ONE_ROW)
     for node in model.graph:
         for output in node.outputs:
             if output.type is None:
@@ -89,12 +89,12 @@ def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightF
     ir.save(model, path)
 
 
-def _strip(model: ir.Model) -> None:
+def _strip(model: ir.Model, alone: bool) -> None:
     """Leave out where the graph came from: traces name files of the machine that made it."""
     passes.ClearMetadataAndDocStringPass()(model)
     model.opset_imports.pop(LINEAR_DOMAIN, None)
     model.opset_imports[CONTRIB] = 1
-    add_functions(model)
+    add_functions(model, alone)
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = PRODUCER, None
     model.graph.name = PRODUCER

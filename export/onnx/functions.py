@@ -1,5 +1,6 @@
 """Operators of our own as ONNX functions of standard ones, for runtimes that do not have their kernels."""
 
+import re
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -194,16 +195,28 @@ FUNCTIONS = {
     **dict.fromkeys((kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING), _INT8_EMBEDDING),
 }
 """Operator -> its function, in ONNX's text format."""
+_PRODUCT = re.compile(r"^  (\w+) = (\S*MatMul(?:NBits)?(?: <.*?>)?)\s+\((\w+), (.*)\)$", re.MULTILINE)
+_TWICE = r"""  two_\3 = Concat <axis = -2> (\3, \3)
+  two_\1 = \2 (two_\3, \4)
+  \1, again_\1 = Split <axis = -2, num_outputs = 2> (two_\1)"""
+ALONE = {name: _PRODUCT.sub(_TWICE, text) for name, text in FUNCTIONS.items()}
+"""The same for graphs of one row, each product of floats with the row twice: ONNX Runtime has other kernels for a
+single row, which sum in another order. Where rows are rounded to eight bits after it, that becomes whole levels, and
+plain answers would not be those of steps."""
 HEADER = f'<domain: "{kernels.DOMAIN}", opset_import: ["" : {OPSET}, "{CONTRIB}" : 1, "{kernels.DOMAIN}" : 1]>'
 
 
-def add_functions(model: ir.Model) -> None:
-    """Give a model the functions of the operators that its graph and functions call, and of those that they call."""
+def add_functions(model: ir.Model, alone: bool = False) -> None:
+    """Give a model the functions of the operators that its graph and functions call, and of those that they call.
+
+    ``alone``: it computes a single row.
+    """
+    texts = ALONE if alone else FUNCTIONS
     made: dict[str, ir.Function] = {}
     waiting = _called(model.graph).union(*map(_called, model.functions.values()))
     while waiting:
         name = waiting.pop()
-        made[name] = ir.serde.deserialize_function(onnx.parser.parse_function(f"{HEADER} {name} {FUNCTIONS[name]}"))
+        made[name] = ir.serde.deserialize_function(onnx.parser.parse_function(f"{HEADER} {name} {texts[name]}"))
         waiting |= _called(made[name]) - made.keys()
     for _, function in sorted(made.items()):
         model.functions[function.identifier()] = function

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from ssdevice.adapters.slots import Slot, SlotKind
@@ -62,7 +61,7 @@ def quantized(
     edit = Editor(ir.Model(graph, ir_version=11))
     tag(edit.model, roles or {})
     quantize(edit, quant, WeightStore(), book)
-    add_functions(edit.model)
+    add_functions(edit.model, alone=inputs[0].shape is not None and inputs[0].shape[1] == 1)
     content: bytes = ir.serde.serialize_model(edit.model).SerializeToString()
     return content
 
@@ -89,17 +88,6 @@ def half_linear_model(rows: int, weight: NDArray[np.float16]) -> bytes:
     add_functions(model)
     content: bytes = ir.to_proto(model).SerializeToString()
     return content
-
-
-def a_single_int4_row_differs() -> bool:
-    """Whether this CPU sums a single row of an INT4 linear in another order (docs/precision.md: AVX2 alone does)."""
-    weight = np.random.default_rng(0).standard_normal((96, 576)).astype(np.float32)
-    x = np.random.default_rng(1).standard_normal((1, 2, 576)).astype(np.float32)
-    one, two = (
-        ort.InferenceSession(linears_model(rows, [weight], Quant.INT4)).run(None, {"x": x[:, :rows]})[0]
-        for rows in (1, 2)
-    )
-    return not np.array_equal(one[:, :1], two[:, :1])
 
 
 def tied_model(rows: int, table: Floats, quant: Quant) -> bytes:

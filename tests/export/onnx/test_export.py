@@ -15,7 +15,7 @@ import pytest
 
 from ssdevice.adapters.settings import read_settings
 from ssdevice.bench.equality import Asked, Comparison
-from ssdevice.bench.modes import FORCED, compare_modes
+from ssdevice.bench.modes import compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
@@ -331,13 +331,7 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
 ) -> None:
     result = compared_along_a_chain(base, adapter, tmp_path / "bundle", quant)
     assert result.nodes_ended == set(range(4)) and result.largest_change is not None
-    if quant == "int4" and forms.a_single_int4_row_differs():
-        assert all(map(result.near_tie, result.differences)) and result.largest_change < result.ceiling
-        # Through the step every mode computes the same rows in the same way.
-        places = {m: [(d.prompt, d.position) for d in result.differences if d.arm == m] for m in result.modes}
-        assert places["plain_step"] == places["speculative"] == places[FORCED]
-    else:
-        assert result.differences == [] and result.largest_change == 0
+    assert result.differences == [] and result.largest_change == 0
 
 
 @pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=WIDE)])

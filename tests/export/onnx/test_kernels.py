@@ -308,15 +308,17 @@ ANCESTORS = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], b
 """Of a root with two children, the second of which has one."""
 
 
-def model_of(name: str, shapes: dict[str, tuple[int, ...]], outputs: int, **attributes: object) -> bytes:
-    """One of our operators, with its function."""
+def model_of(
+    name: str, shapes: dict[str, tuple[int, ...]], outputs: int, alone: bool = False, **attributes: object
+) -> bytes:
+    """One of our operators, with its function; ``alone``: that for a single row."""
     inputs = [forms.value(name, shape) for name, shape in shapes.items()]
     node = ir.node(name, inputs, attributes, domain=kernels.DOMAIN, num_outputs=outputs)
     for i, out in enumerate(node.outputs):
         out.name, out.type = f"y{i}", ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": OPSET, CONTRIB: 1})
     model = ir.Model(graph, ir_version=11)
-    add_functions(model)
+    add_functions(model, alone)
     content: bytes = ir.serde.serialize_model(model).SerializeToString()
     return content
 
@@ -414,7 +416,8 @@ def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0, gr
         "more_values": (more, width),
         "mask": (1, 1, rows, past + rows),
     }
-    model = model_of(kind, shapes, 1, **attention_form(rows, KV_HEADS, groups, dim, dim**-0.5))
+    form = attention_form(rows, KV_HEADS, groups, dim, dim**-0.5)
+    model = model_of(kind, shapes, 1, alone=rows == 1, **form)
     if CACHES[kind] == np.float32:
         return model
     typed = onnx.load_from_string(model)
@@ -483,6 +486,22 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
         alone |= {f"past_{name}": rows for name, rows in past.items()}
         (row,) = session(attention_model(kind, 1, len(past["keys"]), dim, groups=groups), library).run(None, alone)
         np.testing.assert_array_equal(row[0, 0], tree[0, node])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("dim", [64, 40])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_without_kernels_a_row_alone_has_the_bits_of_the_same_row_among_others(
+    groups: int, dim: int, kind: str
+) -> None:
+    feeds = attention_inputs(kind, 64, dim, np.tril(np.ones((4, 4), bool)), 50, groups)
+    alone = feeds | {name: feeds[name][:1] for name in ("keys", "values")}
+    alone |= {"q": feeds["q"][:, :1], "mask": feeds["mask"][..., :1, :65]}
+    rows, row = (
+        session(attention_model(kind, count, 64, dim, groups=groups), None).run(None, given)[0]
+        for count, given in ((4, feeds), (1, alone))
+    )
+    np.testing.assert_array_equal(row[0, 0], rows[0, 0])
 
 
 @pytest.mark.wide
