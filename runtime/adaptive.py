@@ -81,8 +81,7 @@ class Adaptive:
 
     def _by_step(self, conversation: Conversation, last: int, certain: bool) -> Sequence[int]:
         start = self._clock()
-        tokens = self._step_once(conversation, last)
-        if not tokens:
+        if not (tokens := self._step_once(conversation, last)):
             self._steps = min(self._steps, 1)  # the plain call that follows measures as a probe does
             return tokens
         self._time(True, start)

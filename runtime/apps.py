@@ -61,8 +61,7 @@ def _fitted(bundle: Bundle, name: str, folder: Path) -> tuple[AdapterWeights, Va
         if (gamma := weights.settings.streams.gamma) < g.gamma:
             raise InputError(f"{folder} has γ = {gamma} streams, the draft tree of {bundle.folder} is {g.gamma} deep")
     layout = read_layout(bundle.file(LAYOUT_ROLE))
-    variant = layout.variant(weights.variant.name)
-    if variant is None:
+    if (variant := layout.variant(weights.variant.name)) is None:
         graphs = f"graphs for {weights.variant.described}; it has those for "
         graphs += "; ".join(variant.described for variant in layout.variants)
         how = f"Export a bundle with this app among its own: ssdevice export --slots --adapter {name}={folder} .."

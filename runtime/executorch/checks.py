@@ -135,11 +135,9 @@ class _Plan:
             raise ValueError(f"{what} has sizes {str(sizes)[:60]} in order {str(order)[:60]}")
         if tensor.byte(0) not in ITEM_BYTES:
             raise ValueError(f"{what} has elements of type {tensor.byte(0)}")
-        size = prod(sizes) * ITEM_BYTES[tensor.byte(0)]
-        if size > MAX_BYTES:
+        if (size := prod(sizes) * ITEM_BYTES[tensor.byte(0)]) > MAX_BYTES:
             raise ValueError(f"{what} has {size} bytes")
-        room = self._room(tensor)
-        if room is not None and size > room:
+        if (room := self._room(tensor)) is not None and size > room:
             raise ValueError(f"{what} has {size} bytes, in its place are {max(room, 0)}")
 
     def _room(self, tensor: Table) -> int | None:
@@ -187,8 +185,7 @@ def _within(what: str, numbers: Sequence[int], count: int) -> None:
 
 def _check_call(operator: tuple[str, str], kinds: Sequence[int]) -> None:
     """Raise ValueError for a call of a kernel with other kinds of values than its operator takes."""
-    expected = _arguments(*operator)
-    if expected is None:
+    if (expected := _arguments(*operator)) is None:
         return
     if len(kinds) != len(expected):
         raise ValueError(f"{operator[0]} takes {len(expected)} values, a call has {len(kinds)}")

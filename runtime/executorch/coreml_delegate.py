@@ -230,8 +230,7 @@ def _write_folder(nodes: Sequence[Any], blob: bytes, folder: Path) -> None:
 
 
 def _form(tensor: Table) -> Form:
-    scalar = tensor.byte(0)
-    if scalar not in SCALARS:
+    if (scalar := tensor.byte(0)) not in SCALARS:
         raise ValueError(f"a tensor of scalar type {scalar}")
     return tuple(tensor.integers(2)), SCALARS[scalar]
 

@@ -103,8 +103,7 @@ class Table:
 
     def vector(self, number: int, width: int) -> tuple[int, int]:
         """Offset of the first entry of a vector whose entries have ``width`` bytes, and the number of entries."""
-        at = self._field(number)
-        if at is None:
+        if (at := self._field(number)) is None:
             return 0, 0
         start = _linked(self.data, at) + 4
         (count,) = struct.unpack_from("<I", self.data, start - 4)
@@ -125,8 +124,7 @@ class Table:
         return self.octets(number).decode("utf-8")
 
     def table(self, number: int) -> "Table":
-        at = self._field(number)
-        if at is None:
+        if (at := self._field(number)) is None:
             raise ValueError(f"field {number} of a table is missing")
         return Table.root(self.data, at)
 

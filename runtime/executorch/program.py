@@ -162,8 +162,7 @@ class LoadedProgram:
         """Raise BundleError unless the program has the schema version that this runtime reads."""
         if SCHEMA not in self._program.method_names:
             raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
-        found = next(iter(self._program.load_method(SCHEMA).execute([])), None)
-        if found != SCHEMA_VERSION:
+        if (found := next(iter(self._program.load_method(SCHEMA).execute([])), None)) != SCHEMA_VERSION:
             expected = f"this runtime reads {SCHEMA_VERSION}; export it again"
             raise BundleError(f"{self.file}: a program with schema {found}, {expected}")
 
@@ -207,8 +206,7 @@ class LoadedProgram:
                 state.zero_()
         else:
             states = {name: self._slot(adapter, name, value) for name, value in adapter.tensors.items()}
-            slots = self.method(SET_ADAPTER).method_meta().num_inputs()
-            if slots != len(states):
+            if (slots := self.method(SET_ADAPTER).method_meta().num_inputs()) != len(states):
                 found = f"{len(states)} tensors, the program has {slots} slots"
                 raise BundleError(f"{adapter.file}: {found}; export the bundle again")
             for name, state in states.items():
@@ -218,8 +216,7 @@ class LoadedProgram:
 
     def _slot(self, adapter: AdapterSlots, name: str, value: Array) -> Any:
         """The live tensor of a slot. Raises BundleError unless it exists with this shape."""
-        state = self._slots.get(name)
-        if state is None:
+        if (state := self._slots.get(name)) is None:
             try:
                 state = self.method(SET_ADAPTER).get_attribute(name)
             except RuntimeError as error:
@@ -271,8 +268,7 @@ def explain(file: Path, function: str, error: Exception) -> str:
     if "0x14" in reason:
         reason += ": an operator of the program is not in this runtime; load its libraries first"
         portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
-        missing = operators_of(file, function) - set(portable._get_operator_names())
-        if missing:
+        if missing := operators_of(file, function) - set(portable._get_operator_names()):
             reason += f" ({', '.join(sorted(missing))})"
     if "0x20" in reason or "0x30" in reason:
         reason += ": the program's delegate is not in this runtime, or the file is damaged"

@@ -57,8 +57,7 @@ class AdapterTensors:
         for wanted in session.get_inputs():
             if wanted.name not in names:
                 continue
-            value = self.values.get(wanted.name)
-            if value is None:
+            if (value := self.values.get(wanted.name)) is None:
                 raise BundleError(f"{self.file}: has no {wanted.name!r}, which {where} needs; add the app again")
             if value.data_type() != wanted.type or not fits(value.shape(), wanted.shape):
                 found = f"{wanted.name!r} is {value.data_type()} {list(value.shape())}"

@@ -155,8 +155,7 @@ class OnnxCache(Cache):
         self.calls: dict[str, _Call] = {}
 
     def call(self, function: str, length: int) -> Outputs:
-        call = self.calls.get(function)
-        if call is None:
+        if (call := self.calls.get(function)) is None:
             call = self.calls[function] = _Call(self.engine, function, self.inputs, self.memory)
         binding = call.binding(self.memory.visible(length, call.lanes))
         clock = perf_counter()

@@ -61,8 +61,7 @@ class SharedBase:
     def adapter(self, file: Path, content: str, base_sha256: str) -> AdapterTensors:
         """The tensors in an adapter file with this sha256, loaded by the first engine that needs them."""
         with self._lock:
-            found = self._adapters.get(content)
-            if found is None:
+            if (found := self._adapters.get(content)) is None:
                 found = self._adapters[content] = AdapterTensors(file, base_sha256)
             return found
 

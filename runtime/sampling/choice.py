@@ -232,8 +232,7 @@ def walk(
     while True:
         tokens.append(choose(path[-1]))
         children = (node for node in range(path[-1] + 1, tree.size) if tree.parents[node] == path[-1])
-        child = next((node for node in children if held[node] == tokens[-1]), None)
-        if child is None:
+        if (child := next((node for node in children if held[node] == tokens[-1]), None)) is None:
             return path, tokens
         path.append(child)
 

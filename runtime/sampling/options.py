@@ -181,7 +181,6 @@ class Processors:
 
     def _index(self, end: int) -> None:
         """Remember the n-gram that ends with the token before ``end``."""
-        size = self.sampling.no_repeat_ngram_size
-        if size and end >= size:
+        if (size := self.sampling.no_repeat_ngram_size) and end >= size:
             *before, last = self.ids[end - size : end]
             self._followers[tuple(before)].append(last)

@@ -45,8 +45,7 @@ def normalize_query(text: str) -> str:
 
 def final_answer(text: str) -> Decimal | None:
     """The number after the first ``####`` of a worked solution, or None: ``#### $1,234.0`` is 1234."""
-    found = _ANSWER.search(text)
-    if found is None:
+    if (found := _ANSWER.search(text)) is None:
         return None
     before, after, digits = found.groups()
     value = Decimal(digits.replace(",", ""))
@@ -108,8 +107,7 @@ def choose_metric(examples: Sequence[Example], wanted: str | None = None) -> str
 
 def check_metric(examples: Sequence[Example], wanted: str | None) -> None:
     """Raise what scoring answers to these examples would raise, before they are answered."""
-    metric = choose_metric(examples, wanted)
-    if metric is not None:
+    if (metric := choose_metric(examples, wanted)) is not None:
         score(metric, [next(iter(example.targets), "") for example in examples], examples)
 
 

@@ -24,8 +24,7 @@ Json = dict[str, Any]
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
     """Scores by mode with 95 % intervals; empty if an example has no target. ``metric``: see ``choose_metric``."""
-    metric = choose_metric(result.examples, metric)
-    if metric is None:
+    if (metric := choose_metric(result.examples, metric)) is None:
         return {}
     found: Json = {"metric": metric}
     for name, mode in result.modes.items():
@@ -229,16 +228,10 @@ def page(report: Json, command: Sequence[str]) -> str:
     base = report["arms"].get(report["baseline"])
     speeds = [speed or 0 for arm in report["arms"].values() for speed in arm["prompt_tokens_per_second"]]
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        report=report,
-        title=title(report),
-        base=base,
-        invalid=None if report["valid"] else why_not_valid(report),
-        numbers=_numbers(report),
-        losses=_losses(report, base),
-        most=max(speeds, default=0) or 1,
-        command=shlex.join(command),
-        facts=_facts(report),
-    )
+        report=report, title=title(report), base=base, invalid=None if report["valid"] else why_not_valid(report),
+        numbers=_numbers(report), losses=_losses(report, base), most=max(speeds, default=0) or 1,
+        command=shlex.join(command), facts=_facts(report),
+    )  # fmt: skip
 
 
 def _words(name: str) -> str:
@@ -265,8 +258,7 @@ def _losses(report: Json, base: Json | None) -> list[str]:
         if base is None or arm is base or name == PLAIN_STEP:  # which is there to compare bits
             continue
         pairs = zip(arm["prompt_tokens_per_second"], base["prompt_tokens_per_second"], strict=True)
-        slower = sum(mine < theirs for mine, theirs in pairs if mine and theirs)
-        if slower:
+        if slower := sum(mine < theirs for mine, theirs in pairs if mine and theirs):
             count = len(arm["prompt_tokens_per_second"])
             lines.append(f"{_words(name)} is slower than the fastest plain one on {slower} of {count} prompts")
     lines += differences(report) if "bundle" in report else []

@@ -69,8 +69,7 @@ def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
 def _bootstrap(rows: Floats, statistic: Callable[[Floats], Floats]) -> Interval:
     """Interval over rows ``[n, columns]`` of a statistic that maps means ``[m, columns]`` to ``[m]``."""
     estimate = float(statistic(rows.mean(axis=0, keepdims=True))[0])
-    count = len(rows)
-    if count < 2:
+    if (count := len(rows)) < 2:
         return Interval(estimate, None, None)
     rng = np.random.default_rng(SEED)
     at_once = max(1, DRAWN_AT_ONCE // count)

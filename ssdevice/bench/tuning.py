@@ -146,18 +146,12 @@ def measure_costs(
         key = each.engine.geometry.tree.size, each.bundle.manifest.schedule
         steps[key] = min(steps.get(key, float("inf")), cost)
     return CostTable(
-        device=cpu_name(),
-        instructions=tuple(instructions()),
-        target=first.target,
-        precision=first.precision.value,
-        threads=options.threads,
-        kernels=session.engine.kernels is not None,
-        model=first.model.sha256,
-        gamma=first.geometry.gamma,
-        msa_layers=first.msa_layers,
+        device=cpu_name(), instructions=tuple(instructions()), target=first.target, precision=first.precision.value,
+        threads=options.threads, kernels=session.engine.kernels is not None, model=first.model.sha256,
+        gamma=first.geometry.gamma, msa_layers=first.msa_layers,
         steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
         plain_ms=costs[-1] if len(lanes) > len(sessions) else None,
-    )
+    )  # fmt: skip
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost]) -> list[Choice]:
@@ -169,8 +163,7 @@ def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost])
     trees = [Tree.from_counts(paths, size) for size in cheapest]
     filled = [tree for size, tree in zip(cheapest, trees, strict=True) if tree.size == size]
     if not filled:
-        most = max(tree.size for tree in trees)
-        if most == 1:
+        if (most := max(tree.size for tree in trees)) == 1:
             raise InputError("no draft was ever right: the app has not learned to draft these prompts")
         sizes = ", ".join(map(str, sorted(cheapest)))
         raise InputError(f"the drafts fill a tree of {most} nodes, and only steps of {sizes} nodes were measured")

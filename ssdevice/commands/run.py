@@ -166,13 +166,9 @@ class Trace:
 
     def _rejected(self, drafts: list[list[int]], path: tuple[int, ...]) -> list[list[int]]:
         """The tree's candidates beyond the accepted path, by depth."""
-        beyond: dict[int, list[int]] = {}
-        for node in self._tree.paths:
-            if len(node) > len(path) and node[: len(path)] == path:
-                token = drafts[len(node) - 1][node[-1]]
-                if token not in beyond.setdefault(len(node), []):
-                    beyond[len(node)].append(token)
-        return [beyond[depth] for depth in sorted(beyond)]
+        beyond = [node for node in self._tree.paths if len(node) > len(path) and node[: len(path)] == path]
+        depths = sorted({len(node) for node in beyond})
+        return [list(dict.fromkeys(drafts[at - 1][node[-1]] for node in beyond if len(node) == at)) for at in depths]
 
     def _text(self, token: int) -> str:
         """The text of a single token, with its leading space and visible line breaks."""

@@ -41,13 +41,9 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8",
-    ".json": "application/json",
-    ".wasm": "application/wasm",
-}
+    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8", ".json": "application/json", ".wasm": "application/wasm",
+}  # fmt: skip
 """Not as the system has them: a browser compiles no other type while it loads it, and runs no other as a module."""
 HEADERS_FILE = "_headers"
 """Where several static hosts look for them."""
@@ -134,8 +130,7 @@ def page(files: Site, headers: Mapping[str, str]) -> "Guard":
     from ssdevice.serve.metrics import Metrics
 
     async def answer(request: Request) -> Response:
-        path = request.path_params["path"] or "index.html"
-        if path not in files:
+        if (path := request.path_params["path"] or "index.html") not in files:
             return PlainTextResponse("Not Found", 404)
         kind = TYPES.get(PurePosixPath(path).suffix, "application/octet-stream")
         return FileResponse(files[path], headers=headers, media_type=kind)

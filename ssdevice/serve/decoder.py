@@ -91,8 +91,7 @@ def _ids(session: Session, request: Request) -> list[int]:
 def _sampling(session: Session, request: Request) -> Sampling:
     asked, tokenizer = {**request.sampling, "logprobs": request.logprobs}, session.tokenizer
     if request.tools:
-        style = request.style(tokenizer.chat.template)
-        if style is None:
+        if (style := request.style(tokenizer.chat.template)) is None:
             raise InputError(NO_STYLE)
         if request.forced:
             asked["structure"] = call_structure(request.forced, style, tokenizer)

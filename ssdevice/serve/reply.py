@@ -55,8 +55,7 @@ class Reply:
             yield self._chunk({"content": text}, logprobs)
         if answer.reason is None:
             return
-        calls = self._calls(answer)
-        if calls:
+        if calls := self._calls(answer):
             yield self._chunk({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
         elif rest := answer.text[self._sent :]:  # it looked like a call
             yield self._chunk({"content": rest})

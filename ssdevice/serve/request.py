@@ -71,14 +71,10 @@ def chat_request(content: bytes) -> Request:
     if tools and given.get("response_format"):
         raise Refusal("response_format cannot go with tools; tool_choice: none leaves them out", param="tools")
     return Request(
-        messages=given["messages"],
-        tools=tools,
-        forced=forced,
-        template=given.get("chat_template_kwargs"),
+        messages=given["messages"], tools=tools, forced=forced, template=given.get("chat_template_kwargs"),
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
-        logprobs=alternatives if given.get("logprobs") else None,
-        **_common(given),
-    )
+        logprobs=alternatives if given.get("logprobs") else None, **_common(given),
+    )  # fmt: skip
 
 
 def text_request(content: bytes) -> Request:
