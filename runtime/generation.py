@@ -109,7 +109,6 @@ class Generation:
 
     @property
     def seconds(self) -> float:
-        """Seconds of prefill and decoding together."""
         return self.prefill_seconds + self.decode_seconds
 
     @property

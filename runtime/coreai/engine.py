@@ -70,7 +70,6 @@ class OpenAsset:
             raise BundleError(f"{self.path}: {name} failed in Core AI's runtime ({first_line(error)})") from error
 
     def close(self) -> None:
-        """Release the asset and end its thread."""
         self._functions.clear()
         self._model = None
         self._wait(self._open.aclose())

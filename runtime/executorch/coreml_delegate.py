@@ -89,7 +89,6 @@ class InterpretedMethod:
         return self
 
     def method_meta(self) -> Any:
-        """Shapes of its tensors."""
         return self._metadata
 
     def get_attribute(self, name: str) -> Any:
@@ -138,7 +137,6 @@ class _Reader:
         self.names: dict[str, tuple[list[str], list[str]]] = {}
 
     def read(self) -> tuple[dict[str, Method], Package]:
-        """The methods with delegates by name, and their package."""
         methods = {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}
         return methods, self.package
 

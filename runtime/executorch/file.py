@@ -154,12 +154,10 @@ def operators_of(file: Path, function: str) -> set[str]:
 
 
 def is_coreml(plan: Table) -> bool:
-    """Whether a method has Core ML delegates."""
     return any(entry.text(0) == COREML for entry in plan.tables(7))
 
 
 def instructions(plan: Table) -> Iterator[Table]:
-    """The instructions of a method in order."""
     seen = 0
     for chain in plan.tables(5):
         for instruction in chain.tables(2):

@@ -115,7 +115,6 @@ class LoadedProgram:
 
     @property
     def closed(self) -> bool:
-        """Whether its memory has been released."""
         return self._program is None
 
     def method(self, function: str) -> Any:
@@ -159,7 +158,6 @@ class LoadedProgram:
             raise BundleError(f"{self.file}: {said}; export the bundle again")
 
     def _check_schema(self) -> None:
-        """Raise BundleError unless the program has the schema version that this runtime reads."""
         if SCHEMA not in self._program.method_names:
             raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
         if (found := next(iter(self._program.load_method(SCHEMA).execute([])), None)) != SCHEMA_VERSION:

@@ -36,7 +36,6 @@ class RowCache:
 
     @staticmethod
     def shape(geometry: Geometry) -> tuple[int, int, int]:
-        """The shape of the array."""
         return 2 * geometry.layers, geometry.capacity, geometry.row_width
 
     def commit(self, length: int, rows: NDArray[Any], count: int) -> None:

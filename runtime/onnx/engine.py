@@ -66,11 +66,6 @@ class OnnxEngine(Engine):
         self._caches: WeakSet[OnnxCache] = WeakSet()
         self._profiles = tempfile.TemporaryDirectory(prefix="ssdevice-") if options.profile else None
 
-    @property
-    def opened(self) -> frozenset[str]:
-        """The functions with graphs in memory."""
-        return frozenset(self._sessions)
-
     def session(self, function: str) -> ort.InferenceSession:
         """The session of a function, opened on first use. Raises BundleError."""
         if function not in self._sessions:

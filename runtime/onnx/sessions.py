@@ -44,7 +44,6 @@ class SharedBase:
 
     @classmethod
     def of(cls, bundle: "Bundle", options: EngineOptions) -> "SharedBase":
-        """The SharedBase of this bundle with these options."""
         files = bundle.manifest.files
         adapters = {path for app in bundle.manifest.apps for path in app.files}
         content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in adapters)

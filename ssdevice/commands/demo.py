@@ -100,7 +100,6 @@ def _smollm2(args: argparse.Namespace) -> Cast:
 
 
 def cached() -> Path:
-    """Where the folder is kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice" / NAME
 
 

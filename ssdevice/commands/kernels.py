@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile and say where the library is."""
     if (library := runtime_target(args.target).build_kernels()) is None:
         raise InputError(f"--target {args.target}: there is nothing to compile for it")
     print(json.dumps({"target": args.target, "library": str(library)}))

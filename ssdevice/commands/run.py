@@ -171,7 +171,6 @@ class Trace:
         return [list(dict.fromkeys(drafts[at - 1][node[-1]] for node in beyond if len(node) == at)) for at in depths]
 
     def _text(self, token: int) -> str:
-        """The text of a single token, with its leading space and visible line breaks."""
         written = str(self._tokenizer.tokenizer.id_to_token(token))
         text = str(self._tokenizer.tokenizer.decode([token], skip_special_tokens=False))
         # Decoders drop the space before a first word; the vocabulary still shows it.

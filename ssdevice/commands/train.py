@@ -135,7 +135,6 @@ def _options(args: argparse.Namespace) -> TrainOptions:
 
 
 def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
-    """Raise InputError for an option that would have no effect."""
     lossless, layers = options.streams.mode is Mode.LOSSLESS, options.streams.msa_layers
     writes = options.self_distill or options.self_prompt is not None
     for ignored, why, names in (

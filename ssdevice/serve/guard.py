@@ -163,7 +163,6 @@ class Protocol(H11Protocol):
 
 
 def server(app: ASGIApp) -> Server:
-    """A server of an application, to be run on a socket."""
     config = Config(
         app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,

@@ -147,10 +147,10 @@ def test_graphs_are_opened_when_they_are_first_called(bundle: Bundle) -> None:
     engine = open_engine(bundle, None, ONE_THREAD)
     assert isinstance(engine, OnnxEngine)
     conversation = engine.new_conversation()
-    assert engine.opened == frozenset()
+    assert not engine._sessions
     root = prefill(conversation, [5, 6, 7])
     conversation.step(root)
-    assert engine.opened == {"prefill", "step"}
+    assert engine._sessions.keys() == {"prefill", "step"}
 
 
 def test_a_profile_names_operators() -> None:
