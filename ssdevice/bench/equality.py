@@ -155,11 +155,9 @@ class Comparison:
         """What breaks the promise of equal answers: differences that nothing excuses, and too many differing prompts.
         None may differ in fp32, otherwise 0.5 % of a mode's prompts but at least one."""
         allowed = 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
-        return self.unexcused() + [
-            f"{mode}: {differing} of {self.prompts} prompts differ, at most {allowed} may"
-            for mode, differing in self.differing.items()
-            if differing > allowed
-        ]
+        many = {mode: count for mode, count in self.differing.items() if count > allowed}
+        found = [f"{m}: {count} of {self.prompts} prompts differ, at most {allowed} may" for m, count in many.items()]
+        return self.unexcused() + found
 
     def unexcused(self) -> list[str]:
         """Differences that are not near-ties, and a change beyond the ceiling, one sentence each."""

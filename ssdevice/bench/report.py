@@ -130,10 +130,8 @@ def described(report: Json) -> str:
 
 def why_not_valid(report: Json) -> str:
     """Why the times of a report with ``valid: false`` do not count."""
-    return (
-        f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run "
-        f"(at most {LOADED:.0%} is allowed). Do not quote the times below."
-    )
+    used = f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run"
+    return f"{used} (at most {LOADED:.0%} is allowed). Do not quote the times below."
 
 
 def title(report: Json) -> str:

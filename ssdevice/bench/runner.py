@@ -79,10 +79,7 @@ class Acceptance:
 
     def table(self, gamma: int, k: int) -> list[list[float]]:
         """``[γ, k]`` shares: how often candidate r of stream j was the true token; 0 where nothing was judged."""
-        return [
-            [self.held[stream, rank] / max(self.judged[stream], 1) for rank in range(k)]
-            for stream in range(1, gamma + 1)
-        ]
+        return [[self.held[j, rank] / max(self.judged[j], 1) for rank in range(k)] for j in range(1, gamma + 1)]
 
 
 @dataclass(frozen=True)
@@ -116,11 +113,8 @@ class Measured:
 
     def differing(self, reference: "Measured") -> list[int]:
         """Prompts (from 0) whose tokens in any round differ from the first round of ``reference``."""
-        return [
-            at
-            for at, expected in enumerate(reference.answers)
-            if any(answers[at].tokens != expected.tokens for answers in self.rounds)
-        ]
+        expected = [answer.tokens for answer in reference.answers]
+        return [at for at, tokens in enumerate(expected) if any(each[at].tokens != tokens for each in self.rounds)]
 
     def over(self, other: "Measured") -> Interval | None:
         """Time of ``other`` over time of this by emitted token, prompt by prompt, since answers may differ; None if no

@@ -126,17 +126,11 @@ def profile(session: Session, examples: Sequence[Example], max_tokens: int) -> d
     """Decode a few prompts in every mode: the host's share of a step, and the time by operator. Profiling slows calls
     down, so trust the shares rather than the times."""
     result = measure(session, examples, BenchOptions(rounds=1, max_tokens=max_tokens), lambda *_: None)
-    found: dict[str, Any] = {
-        "modes": [
-            {
-                "mode": name,
-                "steps": sum(answer.steps for answer in mode.answers),
-                "inside_ms_per_step": mode.native_ms_per_step.median,
-                "host_us_per_step": mode.host_us_per_step.median,
-            }
-            for name, mode in result.modes.items()
-        ]
-    }
+    found: dict[str, Any] = {"modes": []}
+    for name, mode in result.modes.items():
+        inside, host = mode.native_ms_per_step.median, mode.host_us_per_step.median
+        row = {"mode": name, "steps": sum(answer.steps for answer in mode.answers), "inside_ms_per_step": inside}
+        found["modes"].append(row | {"host_us_per_step": host})
     target = export_target(session.bundle.manifest.target)
     parts = target.parts(session.engine) if STEP in session.engine.functions else {}
     for function, kernels in session.engine.profile().items():

@@ -135,9 +135,5 @@ def finish_reason(answer: Generation, called: bool) -> str:
 def usage(answer: Generation) -> dict[str, Any]:
     """OpenAI's count of tokens."""
     prompt, completion = answer.prompt_tokens, len(answer.tokens)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-    }
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": answer.cached_tokens}}
