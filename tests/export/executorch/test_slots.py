@@ -146,12 +146,12 @@ def test_set_adapter_takes_the_files_tensors_in_the_order_of_their_names() -> No
     tensors = AdapterSlots(file).tensors
     assert list(tensors) == sorted(tensors)
     opened.program.method(SET_ADAPTER).call([torch.from_numpy(tensors[name]) for name in sorted(tensors)])
-    by_hand = conversation.rows(0, 3), conversation.prefill([7, 21, 3]), conversation.rows(0, 3)
+    by_hand = conversation.cache.rows(0, 3), conversation.prefill([7, 21, 3]), conversation.cache.rows(0, 3)
     opened.close()
     again = engine("one")
     other = again.new_conversation()
     assert (by_hand[1], base) == (other.prefill([7, 21, 3]), base)
-    np.testing.assert_array_equal(by_hand[2], other.rows(0, 3))
+    np.testing.assert_array_equal(by_hand[2], other.cache.rows(0, 3))
     assert not np.array_equal(by_hand[0], by_hand[2])
     again.close()
 

@@ -49,16 +49,16 @@ def test_conversations_taking_turns_give_what_each_gives_alone(engine: Executorc
     alone = [answer(engine.new_conversation(), prompt, 4) for prompt in (ONE, OTHER)]
     first, second = engine.new_conversation(), engine.new_conversation()
     assert taking_turns((first, second), (ONE, OTHER), 4) == alone
-    assert not np.array_equal(first.rows(0, 3), second.rows(0, 3))
+    assert not np.array_equal(first.cache.rows(0, 3), second.cache.rows(0, 3))
 
 
 def test_two_engines_of_one_file_share_nothing(file: Path, geometry: Geometry, engine: ExecutorchEngine) -> None:
     other = ExecutorchEngine(file, geometry, FUNCTIONS, EngineOptions())
     mine = engine.new_conversation()
     mine.prefill(ONE)
-    before = mine.rows(0, len(ONE))
+    before = mine.cache.rows(0, len(ONE))
     other.new_conversation().prefill(OTHER)
-    np.testing.assert_array_equal(mine.rows(0, len(ONE)), before)
+    np.testing.assert_array_equal(mine.cache.rows(0, len(ONE)), before)
     other.close()
 
 
