@@ -249,7 +249,6 @@ def _longer(context: int, config: Any) -> tuple[str, ...]:
 
 
 def _check_form(options: ExportOptions, target: "Exporter", merged: bool) -> None:
-    """Raise ConfigError for what a target cannot write."""
     if options.quant not in target.bits:
         able = ", ".join(target.bits)
         raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +22,11 @@ from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import low_rank_factors
 from ssdevice.text.tokenizer import Sample
 
+GridOf = Callable[[nn.Linear, bool], Grid | None]
+
 
 @torch.no_grad()
-def calibrate(
-    model: StreamModel,
-    rows: Sequence[Sample],
-    grid_of: Callable[[nn.Linear, bool], Grid | None],
-    report: Callable[[int], None],
-) -> None:
+def calibrate(model: StreamModel, rows: Sequence[Sample], grid_of: GridOf, report: Callable[[int], None]) -> None:
     """Give every linear of the layers that has a grid weights on it.
 
     ``grid_of(linear, factor)``: ``factor`` says whether it is one of a low-rank term. ``report`` hears which layer
@@ -128,13 +126,9 @@ def smoothed_job(job: ExportJob, target: Exporter) -> ExportJob:
 
 def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     model, plan = job.loaded.model, job.plan
-    total = len(model.backbone.layers)
-    calibrate(
-        model,
-        tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context),
-        lambda linear, factor: target.grid(plan, linear, factor),
-        lambda layer: job.report("calibrate", layer, total, f"layer {layer + 1}"),
-    )
+    total, grid_of = len(model.backbone.layers), partial(target.grid, plan)
+    rows = tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context)
+    calibrate(model, rows, grid_of, lambda layer: job.report("calibrate", layer, total, f"layer {layer + 1}"))
     job.report("calibrate", total, total, "")
 
 
@@ -145,7 +139,6 @@ def _by_name(model: StreamModel) -> dict[str, Tensor]:
 
 
 def calibration_notes(plan: ExportPlan) -> tuple[str, ...]:
-    """What the manifest says of it."""
     if not plan.calibration:
         return ()
     whose = "the app's rows" if plan.merged else "rows of the apps, without their adapters"

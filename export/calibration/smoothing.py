@@ -79,14 +79,12 @@ def smooth(model: StreamModel, rows: Sequence[Sample], report: Callable[[int], N
 
 @contextmanager
 def _results(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """Within this context: what the layer gives, call by call."""
     found: list[Tensor] = []
     with layer.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out)):
         yield found
 
 
 def _same(passing: Rows, number: int, layer: nn.Module, before: list[Tensor]) -> bool:
-    """Whether the layer still gives what it gave."""
     with _results(layer) as after:
         passing.run(number, advance=False)
     # By channel: beside an outlier every other channel's change would look small.

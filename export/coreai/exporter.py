@@ -83,7 +83,6 @@ class CoreAIExporter(Exporter):
         return None if factor or linear.in_features % GROUP else INT4_GRID
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write the asset; see ``Exporter``."""
         plan, table = job.plan, function_names(job.plan)
         asset = TorchConverter(mode=TorchConverter.Mode.RELEASE)
         total = len({name for names in table.values() for name in names.values()})

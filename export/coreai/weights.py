@@ -33,7 +33,6 @@ class Turned(nn.Module):
         return (weight.detach().T.contiguous(),)
 
     def forward(self, stored: Tensor) -> Tensor:
-        """The matrix."""
         return stored.T
 
 
@@ -41,12 +40,10 @@ class Halves(nn.Module):
     """A matrix in float16, without subnormal numbers: the runtime takes them for zeros."""
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor]:
-        """``[outputs, inputs]`` in float16."""
         halves, least = weight.detach().half(), torch.finfo(torch.float16).tiny
         return (torch.where(halves.abs() < least, torch.round(halves / least) * least, halves),)
 
     def forward(self, stored: Tensor) -> Tensor:
-        """The matrix in float32."""
         return stored.float()
 
 
@@ -68,7 +65,6 @@ class Integers(nn.Module):
         return codes.to(torch.int8).reshape(outputs, inputs), scale
 
     def forward(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """The matrix in float32."""
         form = DTYPES[self.bits]
         dense: Tensor = torch.ops.coreai.constexpr_blockwise_shift_scale(codes, scale, None, None, form, None)
         return dense

@@ -75,7 +75,6 @@ def compact(package: Path) -> Mapping[str, int]:
 
 
 def _share_constants(block: Any) -> None:
-    """Replace equal constants of a block by one."""
     first: dict[tuple[bytes, bytes], str] = {}
     same: dict[str, str] = {}
     kept = []
@@ -118,7 +117,6 @@ def _rename(block: Any, fixed: set[str]) -> None:
 
 
 def _redirect(block: Any, names: Mapping[str, str]) -> None:
-    """Make operations read other values."""
     for operation in block.operations:
         for argument in operation.inputs.values():
             for binding in argument.arguments:

@@ -77,7 +77,6 @@ class CoreMLExporter(MLProgramExporter):
     several_apps = True
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """See Exporter."""
         plan, package = job.plan, folder / PACKAGE
         chosen, table = plan.options.chosen(CoreMLOptions), function_names(plan)
         total = len({name for names in table.values() for name in names.values()})

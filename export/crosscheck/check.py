@@ -203,13 +203,11 @@ def check_export(job: ExportJob) -> tuple[str, ...]:
     return notes
 
 
+Loading = Callable[[], StreamModel]
+
+
 def check_model(
-    folder: Path,
-    adapter: Path | None,
-    tokenizer: ChatTokenizer,
-    context: int,
-    choose: bool,
-    model: Callable[[], StreamModel],
+    folder: Path, adapter: Path | None, tokenizer: ChatTokenizer, context: int, choose: bool, model: Loading
 ) -> tuple[str, ...]:
     """Compare the base in ``folder`` with an adapter as an export does; returns its notes and raises its errors.
 

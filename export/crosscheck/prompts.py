@@ -124,7 +124,6 @@ def _part(ids: Ids, others: Ids) -> str:
 
 
 def _cases(folder: Path, opened: Any, plain: bool) -> Iterator[Case]:
-    """Texts and conversations, from the plain to the odd."""
     yield from CONVERSATIONS[:1] if plain else CONVERSATIONS
     for text in TEXTS:
         yield text

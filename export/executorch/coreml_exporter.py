@@ -99,7 +99,6 @@ class CoreMLDelegateExporter(MLProgramExporter):
     """All functions in one ``.pte``; see ``Exporter``."""
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        """Write ``model.pte``; see ``Exporter``."""
         plan = job.plan
         specs = plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)
         constants = constants_of(plan.geometry, plan.tokenizer.stop_ids)

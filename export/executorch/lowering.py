@@ -40,7 +40,6 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
 def traced(
     specs: Mapping[str, FunctionSpec], trace: Callable[[str, FunctionSpec], ExportedProgram], report: Report
 ) -> dict[str, ExportedProgram]:
-    """Trace every function of ``specs``, with a report for each."""
     programs = {}
     for number, (name, spec) in enumerate(specs.items()):
         report(number, f"trace {name}")

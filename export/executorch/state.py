@@ -101,7 +101,6 @@ class VisibleForm(InternalCacheForm):
         self.span = span
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See InternalCacheForm; ``length`` is the last input of every function."""
         length, capacity = tensors[-1], self.geometry.capacity
         least = min(BUCKET, capacity)
         rounded = torch.div(length + (self.span + BUCKET - 1), BUCKET, rounding_mode="floor") * BUCKET

@@ -119,7 +119,6 @@ class _Constants:
         self.graph.eliminate_dead_code()
 
     def add(self, value: Tensor, before: fx.Node) -> fx.Node:
-        """Add a constant before a node."""
         name = f"constant_{self.added}"
         self.added += 1
         self.module.register_buffer(name, value.clone().contiguous())
@@ -130,7 +129,6 @@ class _Constants:
 
 
 def _replace(node: fx.Node, constants: _Constants) -> None:
-    """Replace a node by operators that coremltools has."""
     if node.op != "call_function":
         return
     if node.target is aten.__and__.Tensor:

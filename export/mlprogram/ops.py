@@ -57,6 +57,7 @@ def register() -> None:
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil.passes.defs.optimize_state import canonicalize_inplace_pattern
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision, add_int16_cast
+    from coremltools.converters.mil.mil.passes.helper import block_context_manager
     from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
     register_torch_op(_func=_alias, torch_alias=["alias"], override=True)
@@ -69,17 +70,12 @@ def register() -> None:
         with the writes of two states it has just removed that operation.
         """
 
+        @block_context_manager  # type: ignore[untyped-decorator]
         def _apply_block(self, block: Any) -> None:
-            from coremltools.converters.mil.mil.passes.helper import block_context_manager
-
-            @block_context_manager  # type: ignore[untyped-decorator]
-            def apply(itself: Any, block: Any) -> None:
-                operations = list(block.operations)
-                for operation in reversed(operations):
-                    if operation.enclosing_block is not None:
-                        itself._try_match_and_transform_pattern(operation, block, operations)
-
-            apply(self, block)
+            operations = list(block.operations)
+            for operation in reversed(operations):
+                if operation.enclosing_block is not None:
+                    self._try_match_and_transform_pattern(operation, block, operations)
 
     class ExactIntegers(add_int16_cast):  # type: ignore[misc]
         """Leaves tokens and positions unchanged: coremltools 9 casts all integers that are gathered to 16 bits.

@@ -109,11 +109,8 @@ def _unchecked() -> Iterator[None]:
     """
     from coremltools.converters.mil.mil import Block, Program
 
-    with (
-        patch.object(Program, "validate", _nothing),
-        patch.object(Block, "_propagate_nonreplaceable_vars", _nothing),
-        patch.object(Block, "indented_str", _nothing),
-    ):
+    blocks = patch.multiple(Block, _propagate_nonreplaceable_vars=_nothing, indented_str=_nothing)
+    with patch.object(Program, "validate", _nothing), blocks:
         yield
 
 

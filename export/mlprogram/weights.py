@@ -7,10 +7,9 @@ become equal bytes, which are stored once.
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -63,8 +62,7 @@ def short_name(key: str) -> str:
     return f"w{sha256(key.encode()).hexdigest()[:8]}"
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """A constant matrix of a program; ``lookup``: it is a table, which a gather reads."""
 
     name: str

@@ -56,7 +56,6 @@ class Editor:
         return known if known is not None else self.constant(content(), name)
 
     def ints(self, *values: int) -> ir.Value:
-        """An int64 vector."""
         return self.constant(np.array(values, np.int64))
 
     def insert(
@@ -130,7 +129,6 @@ class Editor:
         self.graph.remove(node, safe=True)
 
     def replace_value(self, old: ir.Value, new: ir.Value) -> None:
-        """Use ``new`` wherever ``old`` was used."""
         if None in (shape_of(new) or (None,)):
             new.shape = old.shape
         if new.type is None:
@@ -174,7 +172,6 @@ def sizes_of(value: ir.Value | None) -> tuple[int, ...] | None:
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
-    """The content of a constant."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return None if tensor is None else tensor.numpy()
 

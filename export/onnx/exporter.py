@@ -40,9 +40,6 @@ WEIGHTS_FILE = "weights.bin"
 FLOATS, HALVES = "float32", "float16"
 """Types of the cache: attention rounds a call's own rows to it as well, so that later calls see the same."""
 TOOLS = ("torch", "transformers", "onnx", "onnxruntime")
-ONE_THREAD = EngineOptions(threads=1)
-JITTER = {Quant.FP32: FLOAT_JITTER, Quant.INT8: QUANTIZED_JITTER, Quant.INT4: QUANTIZED_JITTER}
-BOUNDS = {Quant.FP32: FLOAT32, Quant.INT8: QUANTIZED, Quant.INT4: QUANTIZED}
 
 
 class OnnxExporter(Exporter):
@@ -88,16 +85,18 @@ class OnnxExporter(Exporter):
         """
         plan, quant = job.plan, job.plan.options.quant
         whole = {role: path for role, path in result.files.items() if role != WEIGHTS}
+        jitter, bounds = (FLOAT_JITTER, FLOAT32) if quant is Quant.FP32 else (QUANTIZED_JITTER, QUANTIZED)
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
             kept = result.apps.get(app.name)
             files = {function: folder / path for function, path in (kept.functions if kept else whole).items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept and kept.files else None
-            engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, ONE_THREAD, adapter=tensors)
+            options = EngineOptions(threads=1)
+            engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, options, adapter=tensors)
             shown = OnnxShown(engine, self.products, not plan.merged)
             within = simulated(one.loaded.model, quant, not plan.merged, keep=False, cache_dtype=result.cache_dtype)
             with within, EngineDriver(engine) as driver:
-                return check(one, driver, JITTER[quant], shown, BOUNDS[quant])
+                return check(one, driver, jitter, shown, bounds)
 
         return check_each(job, check_app)
 
@@ -107,7 +106,6 @@ Files = tuple[dict[str, str], dict[str, App]]
 
 
 def _export_merged(job: ExportJob, writer: "GraphWriter", folder: Path) -> Files:
-    """A graph of every function."""
     specs = job.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
     files = {WEIGHTS: WEIGHTS_FILE}
     for number, (name, spec) in enumerate(specs.items()):

@@ -31,7 +31,6 @@ class WeightFile:
         self._places: dict[tuple[bytes, int], int] = {}
 
     def close(self) -> None:
-        """Write what is left."""
         self._file.close()
 
     def add(self, content: bytes) -> int:
@@ -48,7 +47,6 @@ class WeightFile:
 
 
 def graph_file(function: str, variant: Variant) -> str:
-    """The file of a function's graph in the bundle."""
     return f"{function}.{variant.name}.onnx"
 
 

@@ -77,7 +77,6 @@ class Linear:
 
     @property
     def inputs(self) -> int:
-        """K, the number of its inputs."""
         return int(self.first.weight.shape[1])
 
     @property

@@ -36,14 +36,14 @@ class SlotBook:
         """By a linear's placeholder: the low-rank term beside it."""
         found = {}
         for up in edit.graph:
-            side = self.side_of(up)
+            side = side_of(up)
             if side is None or not side.up:
                 continue
             down, add = producer(up.inputs[0], LINEAR), only_user(up.outputs[0], "Add")
-            if down is None or self.side_of(down) is None or add is None:  # an activation is between them, or no linear
+            if down is None or side_of(down) is None or add is None:  # an activation is between them, or no linear
                 continue
             for base in (producer(value, LINEAR) for value in add.inputs):
-                if base is None or base is up or self.side_of(base) is not None:
+                if base is None or base is up or side_of(base) is not None:
                     continue
                 if base.inputs[0] is down.inputs[0] and len(base.outputs[0].uses()) == 1:
                     found[base] = side, add
@@ -60,17 +60,16 @@ class SlotBook:
         return self.keep(Slot(kinds.pop(), sources, linear.inputs, outputs, int8)) if kinds else None
 
     def keep(self, slot: Slot) -> Slot:
-        """Enter a slot."""
         known = self.slots.setdefault(slot.name, slot)
         if known != slot:
             raise ValueError(f"slot {slot.name} has two forms in the graphs")
         return slot
 
-    @staticmethod
-    def side_of(node: ir.Node) -> roles.Role | None:
-        """The role of a placeholder whose weight is a factor; None for other nodes."""
-        role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
-        return role if role is not None and role.part is roles.Part.FACTOR else None
+
+def side_of(node: ir.Node) -> roles.Role | None:
+    """The role of a placeholder whose weight is a factor; None for other nodes."""
+    role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
+    return role if role is not None and role.part is roles.Part.FACTOR else None
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
@@ -142,7 +141,7 @@ def _product(
 
 def lower_alone(edit: Editor, book: SlotBook) -> None:
     """Every factor that is left once the base's linears are lowered becomes a product with a graph input."""
-    nodes = [(node, side) for node in edit.graph if (side := book.side_of(node)) is not None]
+    nodes = [(node, side) for node in edit.graph if (side := side_of(node)) is not None]
     shapes: dict[tuple[SlotKind, str, bool], tuple[int, ...]] = {}
     for node, side in nodes:
         weight = constant_of(node.inputs[1])

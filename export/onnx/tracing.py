@@ -159,7 +159,6 @@ class _Writer:
         self.constants: dict[int, ir.Value] = {}
 
     def write(self, inputs: Sequence[ir.Value], outputs: Sequence[str]) -> None:
-        """Every operator, then the outputs under their names."""
         waiting, recorded = iter(inputs), self.recorded.graph
         for node in recorded.nodes:
             if node.op == "placeholder":

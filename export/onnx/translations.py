@@ -6,9 +6,8 @@ value. Operators on constants only never get here: they are computed while traci
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -22,8 +21,7 @@ VOCABULARY = 256
 Operand = ir.Value | int | float | bool
 
 
-@dataclass(frozen=True)
-class Out:
+class Out(NamedTuple):
     """Shape (None: the dynamic size) and element type of an operator's result; of the first one if it has several."""
 
     shape: Shape

@@ -64,7 +64,6 @@ class Gate:
     counts: set[int] = field(default_factory=set)
 
     def facts(self) -> dict[str, float]:
-        """The largest differences, and how much was compared."""
         return {**self.spread.facts(), "steps": float(self.steps), "counts": float(len(self.counts))}
 
     def commit(self, tokens: Sequence[int], length: int) -> None:
@@ -100,7 +99,6 @@ class Gate:
         return False
 
     def same_drafts(self, where: str, mine: Drafts, theirs: Drafts) -> None:
-        """Every candidate agrees or is a near-tie."""
         for j, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             for rank, (a, b) in enumerate(zip(one, other, strict=True)):
                 self.same_id(where, f"{NEXT_DRAFTS}[{j},{rank}]", a, b, self.reference.streams[j])

@@ -73,8 +73,7 @@ class Shown(ABC):
         """Release what calls need: there are no more."""
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Allowed relative differences (rms). ``rows``: of a row that is read or committed. ``product``: of a product.
 
     ``column``: of any column in half of its rows; a wrong scale shows in every row, a rounding edge in one. ``bits``:

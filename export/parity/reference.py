@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.difference import Array
+from ssdevice.export.parity.products import flat
 from ssdevice.model.attention import KeyValue
 
 Drafts = list[list[int]]
@@ -44,8 +45,7 @@ def int32(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int32)
 
 
-@dataclass(frozen=True)
-class StepOut:
+class StepOut(NamedTuple):
     """The result of a step: ``tokens`` are those that count, ``drafts`` γ rows of k ids."""
 
     tokens: list[int]
@@ -120,20 +120,18 @@ class TorchDriver:
         self.cache.length = length
         seen: list[Array] = []
 
-        def keep(_: object, __: object, logits: Tensor) -> None:
-            seen.append(logits.detach().reshape(-1, logits.shape[-1]).float().numpy())
-
         def spread(_: object, __: object, logits: Tensor) -> None:
             """Drafts are compared by token id, so a draft vocabulary's logits go to their ids."""
             assert self.model.streams is not None
             everywhere = np.full((logits[0].shape[0], self.geometry.vocab), -np.inf, np.float32)
-            everywhere[:, self.model.streams.draft_ids.numpy()] = logits[0].detach().float().numpy()
+            everywhere[:, self.model.streams.draft_ids.numpy()] = flat(logits)
             seen.append(everywhere)
 
         with torch.no_grad(), ExitStack() as hooks:
             if self.jitter:
                 hooks.enter_context(jittered(self.model, self.jitter, self.draw))
-            hooks.enter_context(self.model.backbone.lm_head.register_forward_hook(keep))
+            head = self.model.backbone.lm_head
+            hooks.enter_context(head.register_forward_hook(lambda _, __, logits: seen.append(flat(logits))))
             if self.model.draft_head is not None:
                 hooks.enter_context(self.model.draft_head.register_forward_hook(spread))
             out = self.modules[function](*inputs, int32(length), self.cache.past())
@@ -177,7 +175,6 @@ def random_prompt(g: Geometry, length: int) -> list[int]:
 
 
 def run_prefill(driver: Driver, tokens: Sequence[int], chunk: int) -> tuple[int, Drafts]:
-    """Prefill of a prompt, chunk by chunk."""
     result: tuple[int, Drafts] = (0, [])
     for at in range(0, len(tokens), chunk):
         result = driver.prefill(tokens[at : at + chunk], at)

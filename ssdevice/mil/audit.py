@@ -101,7 +101,6 @@ def _weights(package: Package) -> list[dict[str, Any]]:
 
 
 def _form(function: Function, operation: Operation) -> str:
-    """The format of a compressed weight in words."""
     data = function.constant(operation, DATA[operation.kind])
     dtype = data.type.dtype.name if data is not None and data.type.dtype is not None else "values"
     if operation.kind == PALETTE:

@@ -90,8 +90,7 @@ class Program:
     def __init__(self, package: Package, precision: str = FP16) -> None:
         if precision not in PRECISIONS:
             raise InputError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}")
-        self.package, self.path = package, package.path
-        self.precision = precision
+        self.package, self.path, self.precision = package, package.path, precision
         self._shared: dict[Hashable, Array] = {}
         self._plans: dict[str, Plan] = {}
         self._checked: set[str] = set()
@@ -171,9 +170,7 @@ class _Compiler:
     """
 
     def __init__(self, function: Function, package: Package, shared: dict[Hashable, Array], precision: str) -> None:
-        self._function = function
-        self._package = package
-        self._shared = shared
+        self._function, self._package, self._shared = function, package, shared
         self._half = precision == FP16
         self._known: dict[str, Array] = {}
 

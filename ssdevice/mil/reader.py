@@ -23,10 +23,8 @@ class Package:
     """
 
     def __init__(self, path: Path, version: int, functions: Mapping[str, Function], folder: Path) -> None:
-        self.path = path
+        self.path, self.specification_version, self._folder = path, version, folder
         self.functions = dict(functions)
-        self.specification_version = version
-        self._folder = folder
         self._blobs: dict[str, BlobFile] = {}
 
     @classmethod
