@@ -107,7 +107,10 @@ def calibrated_job(job: ExportJob, target: Exporter) -> ExportJob:
         return job
     base = ExportJob.of(plan.of(AppPlan(None, None, False, "")), job.report)
     _calibrate(base, target, "")
-    return target.prepare(ExportJob.of(plan, job.report, calibrated=_by_name(base.loaded.model)))
+    backbone = base.loaded.model.backbone
+    path = backbone.family.layers_path  # their names in the Hugging Face model
+    own = {f"{path}.{name}": weight.data for name, weight in backbone.layers.named_parameters()}
+    return target.prepare(ExportJob.of(plan, job.report, calibrated=own))
 
 
 def smoothed_job(job: ExportJob, target: Exporter) -> ExportJob:
@@ -130,12 +133,6 @@ def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     rows = tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context)
     calibrate(model, rows, grid_of, lambda layer: job.report("calibrate", layer, total, f"layer {layer + 1}"))
     job.report("calibrate", total, total, "")
-
-
-def _by_name(model: StreamModel) -> dict[str, Tensor]:
-    """Weights of the layers by their names in the Hugging Face model."""
-    path = model.backbone.family.layers_path
-    return {f"{path}.{name}": weight.data for name, weight in model.backbone.layers.named_parameters()}
 
 
 def calibration_notes(plan: ExportPlan) -> tuple[str, ...]:

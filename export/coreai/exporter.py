@@ -110,7 +110,13 @@ class CoreAIExporter(Exporter):
         # The converter writes its progress to stdout, which belongs to the command line's own output.
         with quiet("coreai_torch"), contextlib.redirect_stdout(io.StringIO()), converting("the functions"):
             asset.to_coreai().save_asset(folder / ASSET)  # which holds equal weights once
-        notes += _notes(plan)
+        if plan.options.quant is not Quant.FP32:
+            notes.append("only weights are rounded: activations, products and the cache are float32")
+        if plan.geometry.capacity >= LARGE_CACHE:
+            notes.append(
+                f"the cache has {plan.geometry.capacity} rows; from {LARGE_CACHE} on phones are reported to fail: "
+                "choose a smaller --context for them"
+            )
         apps = app_results(plan, table)
         return TargetResult({MODEL: ASSET}, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed)
 
@@ -124,15 +130,3 @@ class CoreAIExporter(Exporter):
                 return check(one, driver, FLOAT_JITTER)
 
         return check_each(job, check_app)
-
-
-def _notes(plan: ExportPlan) -> list[str]:
-    notes = []
-    if plan.options.quant is not Quant.FP32:
-        notes.append("only weights are rounded: activations, products and the cache are float32")
-    if plan.geometry.capacity >= LARGE_CACHE:
-        notes.append(
-            f"the cache has {plan.geometry.capacity} rows; from {LARGE_CACHE} on phones are reported to fail: "
-            "choose a smaller --context for them"
-        )
-    return notes

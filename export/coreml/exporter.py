@@ -25,7 +25,7 @@ from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matri
 from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compressed, MLProgramExporter, compress
 from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
-from ssdevice.export.plan import AppPlan, ExportPlan, Quant
+from ssdevice.export.plan import AppPlan, Quant
 from ssdevice.export.state_form import InternalCacheForm, Write, example_inputs
 from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
@@ -106,7 +106,8 @@ class CoreMLExporter(MLProgramExporter):
             program = compact(package)
             added = growth(Package.open(package), table, program, sizes)
             notes += [added[app.name] for app in plan.apps if app.folder]
-        _write_settings(plan, folder / SETTINGS_FILE)
+        settings = {name: getattr(chosen, name) for name in ("deployment_target", "compute_units", "kv_write")}
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
         if plan.options.quant is not Quant.FP16:
             notes.append(ONLY_WEIGHTS)
         notes += _device_notes(package, chosen.compute_units)
@@ -135,12 +136,6 @@ class CoreMLExporter(MLProgramExporter):
         facts = check_each(job, check_app)
         write_golden(job.plan, golden, folder / GOLDEN)
         return facts
-
-
-def _write_settings(plan: ExportPlan, file: Path) -> None:
-    chosen = plan.options.chosen(CoreMLOptions)
-    settings = {name: getattr(chosen, name) for name in ("deployment_target", "compute_units", "kv_write")}
-    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _device_notes(package: Path, units: ComputeUnits) -> list[str]:

@@ -195,7 +195,8 @@ def check_export(job: ExportJob) -> tuple[str, ...]:
     apps = [app for app in plan.apps if app.has_lora] or plan.apps[:1]
     loras = [app.folder if app.has_lora else None for app in apps]
     scratch = plan.options.out.parent if 4 * sum(plan.parameters.values()) > MAPPED else None
-    expected = expected_of(plan.folder, loras, _prompts(plan.tokenizer), plan.geometry.context, scratch)
+    prompts = list(map(plan.tokenizer.prompt_ids, PROMPTS))
+    expected = expected_of(plan.folder, loras, prompts, plan.geometry.context, scratch)
     for app, lora, texts in zip(apps, loras, expected, strict=True):
         model = (job if app is plan.apps[0] else job.for_app(app)).loaded.model
         for text in texts:
@@ -215,11 +216,7 @@ def check_model(
     """
     notes = (*compare_prompts(tokenizer, tokenizer_folder(folder, adapter)), *check_settings(tokenizer, folder, choose))
     lora = adapter if adapter is not None and AdapterFolder.open(adapter).has_lora else None
-    (expected,) = expected_of(folder, [lora], _prompts(tokenizer), context, None)
+    (expected,) = expected_of(folder, [lora], list(map(tokenizer.prompt_ids, PROMPTS)), context, None)
     for text in expected:
         compare_logits(model(), text, str(lora or folder))
     return notes
-
-
-def _prompts(tokenizer: ChatTokenizer) -> list[list[int]]:
-    return [tokenizer.prompt_ids(prompt) for prompt in PROMPTS]

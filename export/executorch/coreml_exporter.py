@@ -112,13 +112,10 @@ class CoreMLDelegateExporter(MLProgramExporter):
             # Weights are rounded later, by the conversion, so everything is float32 here.
             followed = follow_traced(job, specs, programs, FLOAT32, partial(report, len(specs)))
             delegated = lower(programs, parts, constants, folder / PROGRAM_FILE, report)
-        notes += (
-            *((GIVES_LOGITS,) if plan.options.chosen(ExecutorchOptions).logits else ()),
-            *((ONLY_WEIGHTS,) if plan.options.quant is not Quant.FP16 else ()),
-            *delegated,
-        )
-        form, tools = (CacheForm.INTERNAL, CACHE_DTYPE), (*TOOLS, "coremltools")
-        return TargetResult({PROGRAM: PROGRAM_FILE}, *form, tuple(notes), tools, followed=followed)
+        notes += [GIVES_LOGITS] if plan.options.chosen(ExecutorchOptions).logits else []
+        notes += [ONLY_WEIGHTS] if plan.options.quant is not Quant.FP16 else []
+        every, tools = (*notes, *delegated), (*TOOLS, "coremltools")
+        return TargetResult({PROGRAM: PROGRAM_FILE}, CacheForm.INTERNAL, CACHE_DTYPE, every, tools, followed=followed)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the written program, with its delegates in the interpreter, with the torch model on its weights."""

@@ -12,7 +12,7 @@ the logits of both agree in every bit. Products add their terms one after the ot
 nothing there.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,51 +28,45 @@ from ssdevice.model.operators import Operators, under
 from ssdevice.model.step import StepModule, StreamModel, TreeModule
 
 
-@dataclass(frozen=True)
-class ColumnAttention:
+def column_attention(asked: Attending, placed: bool) -> Tensor:
     """An ``Attention`` for a batch of one, as products of three dimensions, which is the delegate's form.
 
     The run without a batch dimension is the cache from ``VisibleForm.past``; its keys are used as they are. ``placed``:
     new rows are put into the columns of their positions; a row sees at most one of them at each position.
     """
+    keys, values, softcap = asked.keys, asked.values, asked.softcap
+    _one, heads, rows, dim = asked.query.shape
+    kv_heads = keys[-1].shape[1]
+    groups = heads // kv_heads
+    q = (asked.query * asked.scale).reshape(kv_heads, groups * rows, dim)
+    turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
+    scores = [torch.bmm(q, k) for k in turned]
+    # Values are joined instead of splitting weights, because the number of cache rows is only known at run time.
+    joined = torch.cat([v if v.dim() == 3 else v.reshape(kv_heads, v.shape[2], v.shape[3]) for v in values], dim=1)
 
-    placed: bool
+    def weigh(scores: Tensor, mask: Tensor) -> Tensor:
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        return torch.softmax(scores + torch.cat([mask] * groups, dim=1), dim=-1)
 
-    def __call__(self, asked: Attending) -> Tensor:
-        """See ``ssdevice.model.attention.Attention``."""
-        keys, values, softcap = asked.keys, asked.values, asked.softcap
-        _one, heads, rows, dim = asked.query.shape
-        kv_heads = keys[-1].shape[1]
-        groups = heads // kv_heads
-        q = (asked.query * asked.scale).reshape(kv_heads, groups * rows, dim)
-        turned = [k if k.dim() == 3 else k.reshape(kv_heads, k.shape[2], dim).transpose(1, 2) for k in keys]
-        scores = [torch.bmm(q, k) for k in turned]
-        # Values are joined instead of splitting weights, because the number of cache rows is only known at run time.
-        joined = torch.cat([v if v.dim() == 3 else v.reshape(kv_heads, v.shape[2], v.shape[3]) for v in values], dim=1)
-
-        def weigh(scores: Tensor, mask: Tensor) -> Tensor:
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            return torch.softmax(scores + torch.cat([mask] * groups, dim=1), dim=-1)
-
-        mask = asked.mask.reshape(1, rows, asked.mask.shape[3])
-        if not self.placed or len(keys) != 2:
-            weights = weigh(torch.cat(scores, dim=-1), mask)
-        else:
-            past, new = scores
-            shown = past.shape[2]
-            at = asked.positions.reshape(-1)
-            column = torch.arange(shown, dtype=torch.int32)
-            # place, back: 1 at the column of a new row; kept: 1 for committed columns; seen: 1 for visible new rows.
-            place = torch.eq(at[:, None], column[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
-            back = torch.eq(column[:, None], at[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
-            kept = torch.lt(column, at[:1]).to(torch.float32)[None, None]
-            seen = torch.cat([torch.gt(mask[:, :, shown:], MASKED / 2).to(torch.float32)] * groups, dim=1)
-            fresh = torch.ge(column, at[:1])[None] & torch.le(column[None], at[:, None])
-            hidden = torch.where(fresh, 0.0, mask[0, :, :shown])[None]
-            whole = weigh(past * kept + torch.bmm(new * seen, place), hidden)
-            weights = torch.cat([whole * kept, torch.bmm(whole, back) * seen], dim=-1)
-        return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2)
+    mask = asked.mask.reshape(1, rows, asked.mask.shape[3])
+    if not placed or len(keys) != 2:
+        weights = weigh(torch.cat(scores, dim=-1), mask)
+    else:
+        past, new = scores
+        shown = past.shape[2]
+        at = asked.positions.reshape(-1)
+        column = torch.arange(shown, dtype=torch.int32)
+        # place, back: 1 at the column of a new row; kept: 1 for committed columns; seen: 1 for visible new rows.
+        place = torch.eq(at[:, None], column[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
+        back = torch.eq(column[:, None], at[None]).to(torch.float32)[None].expand(kv_heads, -1, -1)
+        kept = torch.lt(column, at[:1]).to(torch.float32)[None, None]
+        seen = torch.cat([torch.gt(mask[:, :, shown:], MASKED / 2).to(torch.float32)] * groups, dim=1)
+        fresh = torch.ge(column, at[:1])[None] & torch.le(column[None], at[:, None])
+        hidden = torch.where(fresh, 0.0, mask[0, :, :shown])[None]
+        whole = weigh(past * kept + torch.bmm(new * seen, place), hidden)
+        weights = torch.cat([whole * kept, torch.bmm(whole, back) * seen], dim=-1)
+    return torch.bmm(weights, joined).reshape(1, heads, rows, -1).transpose(1, 2)
 
 
 BUCKET = 64
@@ -84,7 +78,7 @@ again for each new size.
 
 
 class VisibleForm(InternalCacheForm):
-    """An InternalCacheForm that reads only the committed rows of layer states, through ``ColumnAttention``."""
+    """An InternalCacheForm that reads only the committed rows of layer states, through ``column_attention``."""
 
     keys: LayerStates
     values: LayerStates
@@ -95,7 +89,7 @@ class VisibleForm(InternalCacheForm):
         module = function_module(name, model, geometry, schedule)
         span = span_of(module)
         placed = span > 0 and all(window is None or window >= span for window in model.backbone.windows())
-        module.model = under(module.model, Operators(attention=ColumnAttention(placed)))
+        module.model = under(module.model, Operators(attention=partial(column_attention, placed=placed)))
         super().__init__(name, module, geometry, stacked=False, logits=logits)
         self._visible: Any = geometry.capacity
         self.span = span
@@ -115,7 +109,7 @@ class VisibleForm(InternalCacheForm):
     def past(self) -> list[KeyValue]:
         """Per layer keys ``[kv_heads, head_dim, rows]`` and values ``[kv_heads, rows, head_dim]``.
 
-        ``ColumnAttention`` tells them from new rows by the missing batch dimension. As in new rows, dimension 2 of the
+        ``column_attention`` tells them from new rows by the missing batch dimension. As in new rows, dimension 2 of the
         keys is the number of rows.
         """
         rows = self._visible

@@ -75,8 +75,11 @@ class OnnxExporter(Exporter):
             writer = GraphWriter(plan, weights, cache_dtype, argmax)
             files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
         self.products = writer.products
-        notes = (*_notes(plan.options.quant, writer.store), *job.notes)
-        return TargetResult(files, CacheForm.EXTERNAL, writer.cache_dtype, notes, TOOLS, apps)
+        notes, kept = [INT8_HEAD] if plan.options.quant is Quant.INT4 else [], writer.store.kept
+        if kept:
+            names = ", ".join(sorted(kept)[:3]) + (", .." if len(kept) > 3 else "")
+            notes.append(f"{len(kept)} weights ({sum(kept.values())} elements) stay floats: {names}")
+        return TargetResult(files, CacheForm.EXTERNAL, cache_dtype, (*notes, *job.notes), TOOLS, apps)
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare with the torch reference under the same quantization, app by app.
@@ -183,14 +186,3 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
         raise UnsupportedModelError(f"{plan.identity.model_type}: {spec.name}: {error}") from error
     tag(graph.model, roles_of(form))
     return graph
-
-
-def _notes(quant: Quant, store: WeightStore) -> tuple[str, ...]:
-    notes = []
-    if quant is Quant.INT4:
-        notes.append(INT8_HEAD)
-    if store.kept:
-        total = sum(store.kept.values())
-        names = ", ".join(sorted(store.kept)[:3]) + (", .." if len(store.kept) > 3 else "")
-        notes.append(f"{len(store.kept)} weights ({total} elements) stay floats: {names}")
-    return tuple(notes)

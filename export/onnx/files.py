@@ -79,22 +79,17 @@ def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightF
                 name=value.name or "",
                 base_dir=weights.path.parent,
             )
-    _strip(model, spec.name in ONE_ROW)
-    for node in model.graph:
+    passes.ClearMetadataAndDocStringPass()(model)  # traces name files of the machine that made them
+    model.opset_imports.pop(LINEAR_DOMAIN, None)
+    model.opset_imports[CONTRIB] = 1
+    add_functions(model, spec.name in ONE_ROW)
+    model.ir_version = IR_VERSION
+    model.producer_name, model.producer_version = PRODUCER, None
+    graph.name = PRODUCER
+    if not any(node.op_type == CAPPED_ATTENTION for node in graph):
+        model.metadata_props[ATTENTION] = TREE_ATTENTION
+    for node in graph:
         for output in node.outputs:
             if output.type is None:
                 output.shape = None  # a shape without an element type has no place in the file
     ir.save(model, path)
-
-
-def _strip(model: ir.Model, alone: bool) -> None:
-    """Leave out where the graph came from: traces name files of the machine that made it."""
-    passes.ClearMetadataAndDocStringPass()(model)
-    model.opset_imports.pop(LINEAR_DOMAIN, None)
-    model.opset_imports[CONTRIB] = 1
-    add_functions(model, alone)
-    model.ir_version = IR_VERSION
-    model.producer_name, model.producer_version = PRODUCER, None
-    model.graph.name = PRODUCER
-    if not any(node.op_type == CAPPED_ATTENTION for node in model.graph):
-        model.metadata_props[ATTENTION] = TREE_ATTENTION

@@ -155,5 +155,4 @@ def show_logits(file: Path, shown: TensorSpec) -> bytes:
     graph.initializer.append(helper.make_tensor(f"{LOGITS}_shape", TensorProto.INT64, [2], sizes))
     graph.node.append(helper.make_node("Reshape", [first[0].input[0], f"{LOGITS}_shape"], [LOGITS]))
     graph.output.append(helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, sizes))
-    content: bytes = model.SerializeToString()
-    return content
+    return bytes(model.SerializeToString())

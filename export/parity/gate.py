@@ -30,7 +30,6 @@ from ssdevice.export.parity.spread import DRAWS, Spread
 from ssdevice.export.plan import AppPlan
 from ssdevice.model.mapped import released_after
 from ssdevice.progress import Report
-from ssdevice.tree import Tree
 
 FLOAT_JITTER = 1e-6
 """Ten times the difference between float32 sums in different orders."""
@@ -157,7 +156,9 @@ def _run(job: ExportJob, artifact: Driver | None, jitter: float, steps: int, see
     """The calls of ``compare``; ``seed``: of the twin's changes; without an artifact only the twin is measured."""
     g, reference = job.plan.geometry, TorchDriver(job)
     gate = Gate(reference, TorchDriver(job, jitter, seed), artifact or reference, g, job.report)
-    nodes = _end_nodes(g.tree)[:steps] if g.gamma else []
+    # The steps' end nodes: one of every depth, in order of depth, then the others.
+    first = [g.tree.depths.index(depth) for depth in range(g.tree.depth + 1)]
+    nodes = [*first, *(node for node in range(g.tree.size) if node not in first)][:steps] if g.gamma else []
     room = g.context - g.tree.emitted - 1
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, room // 2)))
     root = _compare_prefill(gate, prompt)
@@ -168,12 +169,6 @@ def _run(job: ExportJob, artifact: Driver | None, jitter: float, steps: int, see
     if nodes:
         _compare_steps(gate, prompt, root, nodes)
     return gate
-
-
-def _end_nodes(tree: Tree) -> list[int]:
-    """The end nodes of the steps: one of every depth, in order of depth, then the others."""
-    first = [tree.depths.index(depth) for depth in range(tree.depth + 1)]
-    return first + [node for node in range(tree.size) if node not in first]
 
 
 def _compare_prefill(gate: Gate, prompt: list[int]) -> int:

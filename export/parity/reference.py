@@ -57,19 +57,15 @@ class Driver(Protocol):
 
     def prefill(self, tokens: Sequence[int], length: int) -> tuple[int, Drafts]:
         """Commit 1 to C tokens: (the next token, drafts)."""
-        ...
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
         """One speculative step after the token ``last``; its accepted rows are committed."""
-        ...
 
     def plain(self, last: int, length: int) -> int:
         """One plain step; one row is committed."""
-        ...
 
     def rows(self, start: int, end: int) -> Array | None:
         """Committed rows ``[2 * layers, end - start, kv_heads * head_dim]``; None if they cannot be read."""
-        ...
 
 
 class TorchDriver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ssdevice.config import Schedule, StreamConfig
 from ssdevice.contract import PLAIN, PREFILL, STEP, CacheForm, Geometry, functions
 from ssdevice.export.executorch.graph import Products, tidy
-from ssdevice.export.executorch.state import ColumnAttention
+from ssdevice.export.executorch.state import column_attention
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.reference import int32
 from ssdevice.export.state_form import InternalCacheForm, state_shape
@@ -121,7 +122,7 @@ def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None
         InternalCacheForm(
             STEP, function_module(STEP, asked, geometry, Schedule.DEFERRED), geometry, stacked=False
         ).eval()
-        for asked in (model, under(model, Operators(attention=ColumnAttention(placed=False))))
+        for asked in (model, under(model, Operators(attention=partial(column_attention, placed=False))))
     )
     given = (int32(5), torch.tensor([[4, 8], [15, 16]], dtype=torch.int32), int32(7))
     with torch.no_grad():
