@@ -19,9 +19,7 @@ class EngineDriver:
     """One conversation with an engine as a parity.Driver; as a context manager it closes the engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.conversation = engine.new_conversation()
-        self._steps = 0
+        self.engine, self.conversation, self._steps = engine, engine.new_conversation(), 0
         # In this context the host chooses tokens, the likeliest ones.
         self.choosing = patch.object(self.conversation, "chooser", lambda logits: int(logits.argmax()))
 

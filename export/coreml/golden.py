@@ -17,7 +17,6 @@ import numpy as np
 from ssdevice.contract import CHUNK, COUNT, DRAFTS, LENGTH, NEXT_DRAFTS, NEXT_ROOT, ROOT, TOKENS, VALID, Geometry
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import ExportJob
-from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.reference import Drafts, TorchDriver, force_drafts
 from ssdevice.export.plan import ExportPlan
 from ssdevice.text.messages import Chat
@@ -99,6 +98,5 @@ def _ends(depth: int) -> list[int]:
 def _margin(reference: TorchDriver, root: int, drafts: list[list[int]], length: int) -> float:
     """The smallest top-2 distance of the rows that decided the step's tokens. The reference takes the step too."""
     out = reference.step(root, drafts, length)
-    best: Array = np.sort(reference.main, axis=-1)[:, -2:]
-    rows = range(len(best)) if len(out.tokens) > 1 else range(1)
-    return round(float(min(best[i, 1] - best[i, 0] for i in rows)), 4)
+    best = np.sort(reference.main if len(out.tokens) > 1 else reference.main[:1], axis=-1)
+    return round(float((best[:, -1] - best[:, -2]).min()), 4)

@@ -164,9 +164,8 @@ def _results_kept() -> Iterator[None]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (
-        type(one) is type(other) and isinstance(one, (int, float, str, torch.device)) and one == other
-    )
+    plain = (int, float, str, torch.device)
+    return one is other or (type(one) is type(other) and isinstance(one, plain) and one == other)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -87,18 +87,15 @@ class _Constants:
     """The known constants of a graph, and new ones added to it."""
 
     def __init__(self, program: ExportedProgram, states: Collection[str]) -> None:
-        self.module = program.graph_module
-        self.graph = program.graph_module.graph
+        self.module, self.graph, self.added = program.graph_module, program.graph_module.graph, 0
         self.known: dict[fx.Node, Tensor] = {}
-        self.added = 0
         placeholders = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
         for spec in program.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT or spec.target in states:
                 continue
             assert spec.target is not None
-            value = program.state_dict.get(spec.target)
-            if value is None:
-                value = program.constants[spec.target]
+            held = program.state_dict if spec.target in program.state_dict else program.constants
+            value = held[spec.target]
             # Matrices stay parameters with their own names, so that functions can share them.
             if isinstance(value, Tensor) and not (spec.kind is InputKind.PARAMETER and value.dim() > 1):
                 self.known[placeholders[spec.arg.name]] = value.detach()
@@ -119,8 +116,7 @@ class _Constants:
         self.graph.eliminate_dead_code()
 
     def add(self, value: Tensor, before: fx.Node) -> fx.Node:
-        name = f"constant_{self.added}"
-        self.added += 1
+        name, self.added = f"constant_{self.added}", self.added + 1
         self.module.register_buffer(name, value.clone().contiguous())
         with self.graph.inserting_before(before):
             node: fx.Node = self.graph.get_attr(name)

@@ -30,8 +30,7 @@ class Editor:
     """One graph being rewritten: constants, new nodes, replacements."""
 
     def __init__(self, model: ir.Model) -> None:
-        self.model = model
-        self.graph = model.graph
+        self.model, self.graph = model, model.graph
         self.products: list[Marked] = []
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
         self._made = 0

@@ -24,7 +24,7 @@ from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, sa
 from ssdevice.export.onnx.fused import add_norms, best_columns, join_regions
 from ssdevice.export.onnx.linears import SMALL
 from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize, simulated
-from ssdevice.export.onnx.shown import OnnxShown, Written, written
+from ssdevice.export.onnx.shown import OnnxShown, Written
 from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT32, QUANTIZED
@@ -163,7 +163,8 @@ class GraphWriter:
         if self.argmax:
             best_columns(edit)
         join_regions(edit)
-        self.products[file.absolute()] = written(edit)
+        shown = [one for one in edit.products if not one.output.is_graph_output()]  # others are compared as they are
+        self.products[file.absolute()] = [(one.weights, str(one.source.name), str(one.output.name)) for one in shown]
         save_graph(edit.model, spec, file, self.weights)
 
 

@@ -26,8 +26,7 @@ class WeightFile:
     """Tensors one after another, each content once; large ones begin on a page so that they can be mapped."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("wb")
+        self.path, self._file = path, path.open("wb")
         self._places: dict[tuple[bytes, int], int] = {}
 
     def close(self) -> None:

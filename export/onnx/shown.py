@@ -8,7 +8,6 @@ import onnx
 import onnxruntime as ort
 
 from ssdevice.contract import NEXT_ROOT, TOKENS, past_key, past_value
-from ssdevice.export.onnx.editor import Editor
 from ssdevice.export.onnx.graphs import WEIGHTS_FOLDER, ancestors, makers, show_choices, show_regions
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import Call, Product, Shown
@@ -68,15 +67,6 @@ class OnnxShown(Shown):
             columns = result[..., start : start + width]
             yield Product(self.spell(weight.partition(MODULE)[2]), rows, columns.reshape(-1, width))
             start += width
-
-
-def written(edit: Editor) -> list[Written]:
-    """The products of a finished graph; those that leave it are compared as they are."""
-    return [
-        (product.weights, str(product.source.name), str(product.output.name))
-        for product in edit.products
-        if not product.output.is_graph_output()
-    ]
 
 
 def open_shown(file: Path, products: list[Written]) -> tuple[ort.InferenceSession, list[Written]]:

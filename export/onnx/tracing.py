@@ -152,9 +152,7 @@ class _Writer:
 
     def __init__(self, edit: Editor, form: nn.Module, recorded: fx.GraphModule) -> None:
         self.edit, self.recorded = edit, recorded
-        self.names: dict[int, str] = {}
-        for name, tensor in chain(form.named_parameters(), form.named_buffers()):
-            self.names.setdefault(id(tensor), name)
+        self.names = {id(tensor): name for name, tensor in chain(form.named_parameters(), form.named_buffers())}
         self.known: dict[fx.Node, Any] = {}
         self.constants: dict[int, ir.Value] = {}
 
