@@ -36,9 +36,8 @@ def trace(spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -> ExportedP
     module = function_module(spec.name, model, plan.geometry, plan.schedule)
     form = InternalCacheForm(spec.name, module, plan.geometry, logits=True)
     with quiet("coreai_torch"), torch.no_grad():
-        program: ExportedProgram = torch.export.export(form, example_inputs(spec)).run_decompositions(
-            get_decomp_table()
-        )
+        exported = torch.export.export(form, example_inputs(spec))
+        program: ExportedProgram = exported.run_decompositions(get_decomp_table())
     return program
 
 

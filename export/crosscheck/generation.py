@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ssdevice.bundle.manifest import NOT_APPLIED
 from ssdevice.bundle.sampling import ModelSampling
@@ -73,8 +73,7 @@ def neutral(config: "GenerationConfig") -> "GenerationConfig":
     """Nothing but the tokens that end an answer."""
     from transformers import GenerationConfig
 
-    made: Any = GenerationConfig
-    return cast("GenerationConfig", made(eos_token_id=config.eos_token_id))
+    return GenerationConfig(eos_token_id=config.eos_token_id)  # type: ignore[no-untyped-call]
 
 
 def model_sampling(folder: Path, vocab: int) -> ModelSampling | None:

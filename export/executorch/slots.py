@@ -126,9 +126,8 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
         for part, (kind, source) in ((part, terms[term]) for term, part in made.items())
     )  # fmt: skip
     state = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
-    kinds = {
-        kind.name: kind for kind in (variant, Variant(lora=False), *([Variant(lora=True)] if variant.lora else ()))
-    }
+    every = (variant, Variant(lora=False), *([Variant(lora=True)] if variant.lora else ()))
+    kinds = {kind.name: kind for kind in every}
     variants = tuple(
         replace(kind, functions={name: name for name in kind.own(plan.function_names)}, slots=slots, identifiers=state)
         for kind in kinds.values()

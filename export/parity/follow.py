@@ -12,7 +12,7 @@ from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array, as_stored, stored_difference
 from ssdevice.export.parity.products import Bounds, Call, Follower, Shown
-from ssdevice.export.parity.reference import Drafts, StepOut, TorchDriver, force_drafts, random_prompt
+from ssdevice.export.parity.reference import Drafts, TorchDriver, force_drafts, random_prompt
 
 
 def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
@@ -78,7 +78,7 @@ class Walk:
         self._same_rows(where, call, length, 1)
         return token
 
-    def step(self, root: int, drafts: Drafts, length: int, node: int) -> StepOut:
+    def step(self, root: int, drafts: Drafts, length: int, node: int) -> None:
         """One step over forced drafts that should end at ``node``."""
         where = f"{STEP} to node {node}"
         call = self._call(STEP, {ROOT: _int(root), contract.DRAFTS: np.array(drafts, np.int32)}, length)
@@ -91,7 +91,6 @@ class Walk:
             self._same_ids(where, f"{TOKENS}[{i}]", mine, token, self.reference.main[path[min(i, len(path) - 1)]])
         self._same_drafts(where, call, theirs.drafts)
         self._same_rows(where, call, length, count)
-        return theirs
 
     def _call(self, function: str, integers: dict[str, Array], length: int) -> Call:
         past = self.reference.cache.rows[..., :length, :]
