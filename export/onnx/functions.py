@@ -137,10 +137,13 @@ _INT8_LINEAR = f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
 }}"""
 
 FUNCTIONS = {
-    # x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32] -> [.., R, N]
+    # x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32] -> [.., R, N]. A bias that follows stays behind the view:
+    # ONNX Runtime would make it part of the product, with other bits than those of an addition
     kernels.INT4_LINEAR: f"""<K, N> (x, codes, scales) => (y) {{
-  y = {CONTRIB}.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
+  product = {CONTRIB}.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
     (x, codes, scales)
+  sizes = Shape (product)
+  y = Reshape (product, sizes)
 }}""",
     # As Int8Linear, -> [.., R, 1] int64
     kernels.INT8_ARGMAX: f"""<axes, keep, axis, block> (x, codes, scales, zero) => (best) {{

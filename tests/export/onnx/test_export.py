@@ -30,8 +30,11 @@ from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION
 from ssdevice.runtime.session import Session
 from ssdevice.text.chat_template import PLAIN_PROMPT as NOTE
+from tests.conformance.families import write_family
 from tests.export.models import write_adapter
 from tests.export.onnx import forms
+from tests.model.tiny import VOCAB
+from tests.once import made_once
 
 TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
 WIDE = pytest.mark.wide
@@ -314,14 +317,16 @@ def test_answers_that_end_with_the_context_are_those_of_generate(base: Path, wai
     assert main(["verify", str(bundle), "--data", str(rows), *compared, "--quiet"]) == 0
 
 
-def compared_along_a_chain(base: Path, adapter: Path, folder: Path, quant: str, drafts: int = 3) -> Comparison:
+def compared_along_a_chain(
+    base: Path, adapter: Path, folder: Path, quant: str, drafts: int = 3, vocab: int = 300
+) -> Comparison:
     """All modes of an export with a chain of so many drafts, on random prompts."""
     flags = ("--adapter", f"app={adapter}", "--quant", quant, "--tree", f"chain:{drafts}")
     assert main(export(base, folder, *flags)) == 0
     bundle = Bundle.open(folder)
     engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(4, 300, int(size)).tolist() for size in rng.integers(1, 30, 6)]
+    prompts = [rng.integers(4, vocab, int(size)).tolist() for size in rng.integers(1, 30, 6)]
     return compare_modes(engine, engine, Asked(prompts, (), 40, bundle.manifest.precision, lambda *_: None))
 
 
@@ -331,6 +336,17 @@ def test_along_a_chain_all_logits_are_those_of_plain_decoding(
 ) -> None:
     result = compared_along_a_chain(base, adapter, tmp_path / "bundle", quant)
     assert result.nodes_ended == set(range(4)) and result.largest_change is not None
+    assert result.differences == [] and result.largest_change == 0
+
+
+@WIDE
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["opt-after", "phi", "qwen2"])
+def test_so_they_are_with_biases_and_with_a_key_head_for_each_query_head(
+    family: str, quant: str, tmp_path: Path
+) -> None:
+    folder = made_once(f"families/{family}", lambda out: write_family(out, family))
+    result = compared_along_a_chain(folder / "base", folder / "adapter", tmp_path / "bundle", quant, vocab=VOCAB)
     assert result.differences == [] and result.largest_change == 0
 
 
