@@ -80,8 +80,7 @@ def _attention(asked: Attending) -> Tensor:
 
 def _norm(module: nn.Module) -> nn.Module | None:
     """torch's own RMS norm for one of a family."""
-    kind = norm_kind(module)
-    if kind is None or kind.centered:
+    if (kind := norm_kind(module)) is None or kind.centered:
         return None
     made = nn.RMSNorm(kind.scale.shape, kind.eps)
     made.weight = kind.scale
@@ -119,8 +118,7 @@ def call(
     if name in ONE_ROW:
         last, length = given
         given = last, torch.zeros(0, 1, dtype=torch.int32), length
-    made = module(*given, past)
-    if isinstance(made, Tensor):
+    if isinstance(made := module(*given, past), Tensor):
         return (made,), []
     if isinstance(made, Prefill):
         return (made.token, made.drafts), made.rows

@@ -127,10 +127,9 @@ class ExportPlan:
 
     def of(self, app: AppPlan) -> Self:
         """The plan for one of the apps; beside others, one without streams has a plan of plain decoding."""
-        geometry = self.geometry
-        if app.settings is None and not self.merged:
-            geometry = replace(geometry, gamma=0, k=1, tree=Tree.root_only())
-        return replace(self, apps=(app,), geometry=geometry)
+        if self.merged or app.settings is not None:
+            return replace(self, apps=(app,))
+        return replace(self, apps=(app,), geometry=replace(self.geometry, gamma=0, k=1, tree=Tree.root_only()))
 
     @property
     def function_names(self) -> tuple[str, ...]:
@@ -200,8 +199,7 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     apps = tuple(_app(name, adapter, identity, config, merged) for name, adapter in options.adapters)
     if not merged or not apps:  # with separate adapters the base comes for free
         apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(None, None, False, BASE_APP)]))
-    twice = repeated_name(app.name.lower() for app in apps)
-    if twice:
+    if twice := repeated_name(app.name.lower() for app in apps):
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
     tree = _tree(options, apps, target.repeats if merged else 0)
     chunk = options.chunk or target.chunk
@@ -250,8 +248,7 @@ def _longer(context: int, config: Any) -> tuple[str, ...]:
 
 def _check_form(options: ExportOptions, target: "Exporter", merged: bool) -> None:
     if options.quant not in target.bits:
-        able = ", ".join(target.bits)
-        raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {able}")
+        raise ConfigError(f"target {options.form} has no {options.quant} form; it offers {', '.join(target.bits)}")
     if options.calibrate and options.quant not in target.calibrates:
         able = ", ".join(sorted(target.calibrates)) or "no precision"
         raise ConfigError(f"--calibrate: target {options.form} takes it for {able}, not for {options.quant}")

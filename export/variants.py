@@ -57,8 +57,7 @@ def template(job: ExportJob, variant: Variant) -> ExportJob:
     if variant.streams is None:
         plan = plan.of(AppPlan(None, None, variant.lora, variant.name))
     hf = adopt(load_hf(plan.folder, scratch=plan.options.out.parent), job.calibrated)
-    config = variant.streams and replace(variant.streams, gamma=plan.geometry.gamma)
-    model = build(hf, config, plan.geometry.context)
+    model = build(hf, variant.streams and replace(variant.streams, gamma=plan.geometry.gamma), plan.geometry.context)
     if variant.lora:
         open_slots(model.backbone.layers)
     for part in model.modules():
@@ -112,5 +111,4 @@ class OpenIdentifiers(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The function's inputs, then ``[γ, hidden]``."""
-        call = torch.func.functional_call(self.form, {self.name: tensors[-1]}, tensors[:-1])
-        return cast(tuple[Tensor, ...], call)
+        return cast(tuple[Tensor, ...], torch.func.functional_call(self.form, {self.name: tensors[-1]}, tensors[:-1]))

@@ -43,8 +43,7 @@ def calibrate(model: StreamModel, rows: Sequence[Sample], grid_of: GridOf, repor
         for group in _alike(moments, grids):
             if not moments[group[0]].isfinite().all():
                 raise SSDeviceError(f"calibration: layer {number} gives values that are not finite; see the rows' text")
-            together = torch.cat([part.weight for part in group])
-            values = calibrated(together, moments[group[0]], grids[group[0]])
+            values = calibrated(torch.cat([part.weight for part in group]), moments[group[0]], grids[group[0]])
             for part, own in zip(group, torch.split(values, [part.out_features for part in group]), strict=True):
                 part.weight.data.copy_(own)
         passing.run(number, advance=True)

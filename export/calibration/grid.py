@@ -107,8 +107,7 @@ def _feedback(moments: Tensor, order: Tensor) -> Tensor:
     """``[K, K]`` upper: row i spreads the error of column i, divided by its diagonal, over later columns."""
     ordered = moments[order][:, order].double()
     ordered.diagonal().add_(DAMPING * ordered.diagonal().mean().clamp_min(1e-12))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    factor: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True)
     return factor.float()
 
 

@@ -47,8 +47,7 @@ class Rows:
                 h = model.states(torch.cat(self.read[i], dim=-1) if model.own is not None else h)
                 self.streams[i] = self._start(row, h)
             h, new = self._main(layer, row, h)
-            s = self.streams[i]
-            if s is not None:
+            if (s := self.streams[i]) is not None:
                 s = self._streams(layer, row, s, new)
             if advance:
                 self.main[i], self.streams[i] = h, s

@@ -121,10 +121,9 @@ class CoreAIExporter(Exporter):
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the asset, in Apple's runtime, with torch models of the stored weights; see ``Exporter``."""
-        table = function_names(job.plan)
 
         def check_app(app: AppPlan, one: ExportJob) -> Mapping[str, float]:
-            engine = CoreAIEngine(folder / ASSET, job.plan.geometry, table[app.name])
+            engine = CoreAIEngine(folder / ASSET, job.plan.geometry, function_names(job.plan)[app.name])
             with EngineDriver(engine) as driver, stored(one.loaded.model, job.plan.options.quant, values=True):
                 return check(one, driver, FLOAT_JITTER)
 

@@ -112,8 +112,7 @@ class CoreMLExporter(MLProgramExporter):
             notes.append(ONLY_WEIGHTS)
         notes += _device_notes(package, chosen.compute_units)
         files = {MODEL: PACKAGE, SETTINGS: SETTINGS_FILE, "golden": GOLDEN}
-        apps = app_results(plan, table)
-        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps)
+        return TargetResult(files, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, app_results(plan, table))
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         """Compare the saved package, in the interpreter with float16, and write its golden integers.

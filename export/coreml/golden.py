@@ -51,8 +51,7 @@ def write_golden(plan: ExportPlan, every: Sequence[Mapping[str, Any]], file: Pat
 def _case(driver: EngineDriver, reference: TorchDriver, g: Geometry, seed: int) -> dict[str, Any]:
     draw = np.random.default_rng(seed)
     depth = g.tree.depth
-    most = g.context - MAX_STEPS * (depth + 1) - 1
-    size = max(1, min(g.chunk + 1 if seed else 5, most))
+    size = max(1, min(g.chunk + 1 if seed else 5, g.context - MAX_STEPS * (depth + 1) - 1))
     prompt = [int(i) for i in draw.integers(min(3, g.vocab - 1), g.vocab, size)]
     prefills: list[dict[str, Any]] = []
     length, root = 0, 0

@@ -29,8 +29,7 @@ class ShownProgram(Program):
     def run(
         self, function: str, inputs: Inputs, state: State | None = None, observe: Observer | None = None
     ) -> dict[str, NDArray[Any]]:
-        watched = self._watched.get(function)
-        if watched is None:
+        if (watched := self._watched.get(function)) is None:
             return super().run(function, inputs, state, observe)
         shown: dict[str, NDArray[Any]] = {}
 
@@ -46,7 +45,6 @@ def logits_of(function: Function) -> str:
 
     Raises BundleError for a function that chooses nothing.
     """
-    choice = next((operation for operation in function.operations if operation.kind == CHOICE), None)
-    if choice is None:
+    if (choice := next((operation for operation in function.operations if operation.kind == CHOICE), None)) is None:
         raise BundleError(f"{function.name}: no operation {CHOICE} chooses its tokens")
     return str(choice.inputs["x"][0])

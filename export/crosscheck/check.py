@@ -121,8 +121,7 @@ def expected_of(
     """
     first, *others = (prompt[: max(1, context - TOKENS)] for prompt in prompts)
     hf, found = _load(folder, scratch), []
-    layers = hf.get_submodule(family_of(hf.config.model_type).layers_path)
-    with warnings.catch_warnings(), released_after(layers):
+    with warnings.catch_warnings(), released_after(hf.get_submodule(family_of(hf.config.model_type).layers_path)):
         warnings.simplefilter("ignore")  # of settings that do not go together, of a base that was moved
         for adapter in adapters:
             with _with_adapter(hf, adapter) as model:

@@ -62,8 +62,7 @@ def check_settings(tokenizer: "ChatTokenizer", folder: Path, choose: bool) -> tu
     ``choose``: the host can choose tokens as the model asks.
     """
     config = generation_config(folder)
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    for end in ends:
+    for end in config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]:
         if end is not None and end not in tokenizer.stop_ids:
             raise InputError(f"{folder}: token {end} ends answers of generate() of transformers, but not the bundle's")
     return generation_notes(config, choose)

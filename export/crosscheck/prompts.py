@@ -41,11 +41,9 @@ def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
     found = _first_difference(bundled, _Reference(opened, tokenizer.plain, tokenizer.chat.variables), cases)
     if found is None:
         return ()
-    shipped = as_shipped(folder, opened)
-    if shipped is not opened:
+    if (shipped := as_shipped(folder, opened)) is not opened:
         rebuilt, reference = found, _Reference(shipped, tokenizer.plain, tokenizer.chat.variables)
-        found = _first_difference(bundled, reference, cases) or _prefix_conflict(folder, shipped)
-        if found is None:
+        if (found := _first_difference(bundled, reference, cases) or _prefix_conflict(folder, shipped)) is None:
             return (
                 f"{type(opened).__name__} of transformers does not split texts as {TOKENIZER_FILE} says: {rebuilt}",
             )
@@ -96,8 +94,7 @@ def _first_difference(bundled: ChatTokenizer, reference: _Reference, cases: Sequ
     """The first text or conversation with other ids or another text, and both; None if there is none."""
     for case in cases:
         ids: Ids = bundled.encode(case) if isinstance(case, str) else prompt_ids(bundled, case)
-        expected = reference.ids(case)
-        if ids != expected:
+        if ids != (expected := reference.ids(case)):
             return f"{_shown(case)} has the ids {_part(ids, expected)}, with transformers {_part(expected, ids)}"
         if ids is None:
             continue

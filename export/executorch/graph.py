@@ -37,8 +37,7 @@ class Products(TorchFunctionMode):
 def _mean(x: Tensor) -> Tensor:
     """The mean of each row, ``[.., D] -> [.., 1]``."""
     width = x.shape[-1]
-    column = torch.full([1, width, 1], 1.0 / width)
-    return torch.bmm(x.reshape(1, -1, width), column).reshape(*x.shape[:-1], 1)
+    return torch.bmm(x.reshape(1, -1, width), torch.full([1, width, 1], 1.0 / width)).reshape(*x.shape[:-1], 1)
 
 
 def _layer_norm(
@@ -157,8 +156,7 @@ def _collapse_views(graph: fx.Graph) -> None:
             node.replace_all_uses_with(source)
         elif source is not node.args[0] or node.target is not aten.reshape.default:
             with graph.inserting_before(node):
-                new = _call(graph, aten.reshape.default, source, _shape(node))
-            node.replace_all_uses_with(new)
+                node.replace_all_uses_with(_call(graph, aten.reshape.default, source, _shape(node)))
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -76,8 +76,7 @@ def release(model: StreamModel, kept: StreamModel) -> None:
 def map_codes(model: StreamModel, folder: Path) -> None:
     """Map the codes of quantized weights from files in ``folder``."""
     for part in model.modules():
-        codes = getattr(getattr(part, "weight", None), "qdata", None)
-        if codes is not None:
+        if (codes := getattr(getattr(part, "weight", None), "qdata", None)) is not None:
             codes.data = mapped(codes, folder, codes.dtype)
             release_mapped()
 

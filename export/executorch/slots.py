@@ -80,8 +80,7 @@ def filled(model: nn.Module, tensors: Mapping[str, NDArray[np.float32]]) -> Iter
 def check_apps(plan: ExportPlan) -> AppPlan:
     """The app that determines the program's variant. Raises ConfigError for apps that cannot share a program."""
     apps = [app for app in plan.apps if app.folder is not None]
-    streaming = [app for app in apps if app.settings is not None]
-    if not streaming:
+    if not (streaming := [app for app in apps if app.settings is not None]):
         return apps[0] if apps else plan.apps[0]
     first = streaming[0]
     for app in apps:

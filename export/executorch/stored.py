@@ -54,8 +54,7 @@ def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[
     """Raise ParityError unless every stored weight is that of a linear, once for each of its calls."""
     left = list(called)
     for number, weight in enumerate(stored):
-        at = next((i for i, (_, linear) in enumerate(left) if _same(weight, linear)), None)
-        if at is None:
+        if (at := next((i for i, (_, linear) in enumerate(left) if _same(weight, linear)), None)) is None:
             alike = next((name for name, linear in left if weight.shape == tuple(linear.weight.shape)), "any linear")
             raise ParityError(
                 f"{method}: product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}, has another "

@@ -94,8 +94,7 @@ class ExecutorchTarget(ExportTarget):
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
 
-        file = bundle.file(PROGRAM)
-        if not has_coreml(file):
+        if not has_coreml(file := bundle.file(PROGRAM)):
             return super().as_stored(bundle, app, model)
         _, package = open_delegates(file)
         return stored_weights(model, package, tuple(bundle.functions)), Precision.FP16

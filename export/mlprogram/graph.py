@@ -106,8 +106,7 @@ class _Constants:
             if node.op != "call_function" or not all(source in self.known for source in node.all_input_nodes):
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.known[source])
-            value = node.target(*args, **kwargs)
-            if isinstance(value, Tensor) and value.numel() <= MAX_FOLDED:
+            if isinstance(value := node.target(*args, **kwargs), Tensor) and value.numel() <= MAX_FOLDED:
                 self.known[node] = value
         for node in [n for n in self.graph.nodes if n.op == "call_function" and n in self.known]:
             if any(user not in self.known for user in node.users):

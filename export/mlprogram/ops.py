@@ -100,8 +100,7 @@ def _half_overflows(operation: Any) -> bool:
     """
     for argument in operation.inputs.values():
         for var in argument if isinstance(argument, (list, tuple)) else (argument,):
-            constant = var.op is not None and var.op.op_type == "const"
-            if constant and var.is_tensor_or_scalar_of(dtype="fp32"):
+            if var.op is not None and var.op.op_type == "const" and var.is_tensor_or_scalar_of(dtype="fp32"):
                 values = np.asarray(var.op.val.val).reshape(-1)
                 for at in range(0, values.size, PIECE):
                     sizes = np.abs(values[at : at + PIECE])

@@ -53,8 +53,7 @@ def adopt_weights(
     stored = decompressed(program, functions)
     for names, weight in _matrices(model).items():
         keys = [key for name in names for key in (key_of(name), short_name(key_of(name)))]
-        array = next((stored[key] for key in keys if key in stored), None)
-        if array is None:
+        if (array := next((stored[key] for key in keys if key in stored), None)) is None:
             raise ParityError(f"{where}: weight {names[0]} is not in the package")
         if array.shape != tuple(weight.shape):
             raise ParityError(f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}")
@@ -85,8 +84,7 @@ def drop_matrices(model: StreamModel) -> Sketches:
 
 def sketch(matrix: Tensor) -> Tensor:
     """A matrix ``[rows, columns]`` times a fixed random vector: ``[rows]`` numbers that identify it."""
-    generator = torch.Generator().manual_seed(0)
-    return matrix.detach().float() @ torch.randn(matrix.shape[1], generator=generator)
+    return matrix.detach().float() @ torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0))
 
 
 def key_of(name: str) -> str:

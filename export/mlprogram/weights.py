@@ -53,8 +53,7 @@ class Scheme(StrEnum):
 def weight_key(operation: str, output: str) -> str | None:
     """The converted name of the parameter that an operation returns; None for other operations."""
     key, _, rest = output.lower().removeprefix(PREFIX).partition(HALF)
-    given = operation.startswith("constexpr_") or (operation == CONST and not rest)
-    return key if given else None
+    return key if operation.startswith("constexpr_") or (operation == CONST and not rest) else None
 
 
 def short_name(key: str) -> str:

@@ -102,8 +102,7 @@ class Editor:
 
         The transpose of a transpose is one, or none.
         """
-        inner = producer(value, "Transpose")
-        if inner is not None:
+        if (inner := producer(value, "Transpose")) is not None:
             first, value = inner.attributes["perm"].as_ints(), source_of(inner)
             perm = [first[d] for d in perm]
         old = shape_of(value)

@@ -94,8 +94,7 @@ class OnnxExporter(Exporter):
             kept = result.apps.get(app.name)
             files = {function: folder / path for function, path in (kept.functions if kept else whole).items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept and kept.files else None
-            options = EngineOptions(threads=1)
-            engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, options, adapter=tensors)
+            engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, EngineOptions(threads=1), adapter=tensors)
             shown = OnnxShown(engine, self.products, not plan.merged)
             within = simulated(one.loaded.model, quant, not plan.merged, keep=False, cache_dtype=result.cache_dtype)
             with within, EngineDriver(engine) as driver:

@@ -34,8 +34,7 @@ class WeightFile:
 
     def add(self, content: bytes) -> int:
         """Where these bytes begin; written now unless they are there already."""
-        key = (hashlib.sha256(content).digest(), len(content))
-        if key not in self._places:
+        if (key := (hashlib.sha256(content).digest(), len(content))) not in self._places:
             step = PAGE if len(content) >= PAGE else ALIGNMENT
             end = self._file.tell()
             at = -(-end // step) * step

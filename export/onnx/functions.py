@@ -42,8 +42,7 @@ def attention_form(rows: int, kv_heads: int, groups: int, dim: int, scale: float
 
 def row_form(edit: Editor, value: ir.Value) -> tuple[ir.Value, dict[str, Any]]:
     """The zero point of rows and the attributes of ``Int8Linear`` for their shape: one row has a single scale."""
-    shape = sizes_of(value)
-    if shape is None:
+    if (shape := sizes_of(value)) is None:
         raise ValueError(f"the rows of {value.name} are not static: {value.shape}")
     axes = list(range(len(shape)))
     if prod(shape[:-1]) == 1:

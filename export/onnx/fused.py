@@ -105,8 +105,7 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
     function = ir.Function(DOMAIN, REGION, overload, graph=body, attributes=[])
     model.functions[function.identifier()] = function
     model.opset_imports[DOMAIN] = 1
-    count = len(outputs)
-    region = ir.node(REGION, inputs, {"text": text}, domain=DOMAIN, overload=overload, num_outputs=count)
+    region = ir.node(REGION, inputs, {"text": text}, domain=DOMAIN, overload=overload, num_outputs=len(outputs))
     edit.graph.insert_after(nodes[-1], region)
     for old, new in zip(outputs, region.outputs, strict=True):
         name, new.type, new.shape = old.name, old.type, old.shape

@@ -50,8 +50,7 @@ def ancestors(
     found: dict[tuple[str, ...], NodeProto] = {}
     waiting = list(values)
     while waiting:
-        node = maker.get(waiting.pop())
-        if node is not None and (outputs := tuple(node.output)) not in found:
+        if (node := maker.get(waiting.pop())) is not None and (outputs := tuple(node.output)) not in found:
             found[outputs] = node
             waiting += () if stop(node) else node.input
     return list(found.values())

@@ -109,8 +109,7 @@ def linears(edit: Editor, terms: Mapping[ir.Node, Term]) -> list[Linear]:
         if node.op_type != LINEAR or node.domain != LINEAR_DOMAIN:
             continue
         weight = source_of(node, 1)
-        content = constant_of(weight)
-        if content is None:
+        if (content := constant_of(weight)) is None:
             raise ValueError(f"linear {node.name} has no constant weight")
         part = Part(node, weight.name or "", content, role_of(weight), terms.get(node))
         groups.setdefault((id(source_of(node)), part.factor, part.stays_float), []).append(part)
@@ -123,8 +122,7 @@ def lower(edit: Editor, linear: Linear, whole: ir.Value) -> None:
     The product has the low-rank terms already. It stays whole where operators of ours take it whole.
     """
     first, source, values = linear.first.node, linear.source, [whole]
-    weights = [(part.name, int(part.weight.shape[0])) for part in linear.parts]
-    if len(weights) > 1:
+    if len(weights := [(part.name, int(part.weight.shape[0])) for part in linear.parts]) > 1:
         ends = [part.output for part in linear.parts]
         biased = any(len(part.node.inputs) > 2 for part in linear.parts)
         if not biased and (_rotary_split(edit, ends, whole) or _gated_silu(edit, ends, whole)):

@@ -90,6 +90,7 @@ class Int4Weight:
         return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.inputs].T)
 
 
+Weight = Int8Weight | Int4Weight
 INT4_GRID = Grid(BLOCK, lowest, -8, 7)
 """What ``Int4Weight.of`` rounds to."""
 
@@ -98,13 +99,11 @@ INT4_GRID = Grid(BLOCK, lowest, -8, 7)
 class WeightStore:
     """Quantized weights by form and name, shared by the graphs of one export so that each is quantized once."""
 
-    forms: dict[tuple[str, str], Int8Weight | Int4Weight] = field(default_factory=dict)
+    forms: dict[tuple[str, str], Weight] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
     """Float32 weights that stayed so: name -> elements."""
 
-    def initializers(
-        self, edit: Editor, form: type[Int8Weight | Int4Weight], name: str, weight: Callable[[], Array]
-    ) -> list[ir.Value]:
+    def initializers(self, edit: Editor, form: type[Weight], name: str, weight: Callable[[], Array]) -> list[ir.Value]:
         """Codes and scales in a graph, of a weight ``[K, N]`` that is asked for the first time only."""
         if (form.suffix, name) not in self.forms:
             self.forms[form.suffix, name] = form.of(weight())
@@ -232,14 +231,13 @@ def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> 
 
 def _slots(model: StreamModel) -> tuple[set[nn.Module], set[nn.Module]]:
     """Factors that a slot holds in eight bits, and those that it holds in float32."""
-    quantized = {
-        part.adapter
+    downs: set[nn.Module] = {
+        part.adapter.down
         for part in model.modules()
         if isinstance(part, (LoraLinear, StreamRowAdapter))
         and isinstance(part.base, nn.Linear)
         and part.base.weight.numel() >= SMALL
     }
-    downs: set[nn.Module] = {term.down for term in quantized}
     return downs, low_rank_factors(model) - downs
 
 

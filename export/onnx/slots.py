@@ -36,8 +36,7 @@ class SlotBook:
         """By a linear's placeholder: the low-rank term beside it."""
         found = {}
         for up in edit.graph:
-            side = side_of(up)
-            if side is None or not side.up:
+            if (side := side_of(up)) is None or not side.up:
                 continue
             down, add = producer(up.inputs[0], LINEAR), only_user(up.outputs[0], "Add")
             if down is None or side_of(down) is None or add is None:  # an activation is between them, or no linear
@@ -52,16 +51,14 @@ class SlotBook:
     def slot(self, linear: Linear, int8: bool) -> Slot | None:
         """The slot beside a linear of the base; None if no part of it has one."""
         beside = [part.term[0] if part.term is not None else None for part in linear.parts]
-        kinds = {side.kind for side in beside if side is not None}
-        if len(kinds) > 1:
+        if len(kinds := {side.kind for side in beside if side is not None}) > 1:
             raise ValueError(f"{linear.name} has slots of two kinds")
         sources = tuple(side.source if side is not None else "" for side in beside)
         outputs = tuple(int(part.weight.shape[0]) for part in linear.parts)
         return self.keep(Slot(kinds.pop(), sources, linear.inputs, outputs, int8)) if kinds else None
 
     def keep(self, slot: Slot) -> Slot:
-        known = self.slots.setdefault(slot.name, slot)
-        if known != slot:
+        if self.slots.setdefault(slot.name, slot) != slot:
             raise ValueError(f"slot {slot.name} has two forms in the graphs")
         return slot
 
@@ -74,8 +71,7 @@ def side_of(node: ir.Node) -> roles.Role | None:
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     """The graph's input of this name, added if it is not there."""
-    value = next((known for known in edit.graph.inputs if known.name == tensor.name), None)
-    if value is None:
+    if (value := next((known for known in edit.graph.inputs if known.name == tensor.name), None)) is None:
         value = ir.val(tensor.name, ir.DataType.from_numpy(np.dtype(tensor.dtype)), tensor.shape)
         edit.graph.inputs.append(value)
     return value
@@ -111,8 +107,7 @@ def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> i
 
 
 def _lead(value: ir.Value) -> tuple[int, ...]:
-    shape = shape_of(value)
-    if shape is None or None in shape[:-1]:
+    if (shape := shape_of(value)) is None or None in shape[:-1]:
         raise ValueError(f"the rows of {value.name} are not static: {shape}")
     return tuple(size or 0 for size in shape[:-1])
 

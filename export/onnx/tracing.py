@@ -50,24 +50,21 @@ def attend(
 ) -> ir.Value:
     """Grouped attention over the runs of the cache and of new rows, which stay as the cache holds them."""
     _, rows, all_heads, dim = out.shape
-    assert rows is not None and all_heads and dim
     kv_heads = (shape_of(keys[0]) or ())[1]
-    assert kv_heads
+    assert rows is not None and all_heads and dim and kv_heads
     width = kv_heads * dim
     empty = edit.constant(np.zeros((0, width), np.float32))
     terms = [_by_row(edit, query, (1, rows, all_heads * dim))]
     for past, new, *more in (keys, values):
-        sizes = [(shape_of(run) or ())[2] for run in (new, *more)]
         terms.append(_by_row(edit, past, (None, width)))
-        terms += [_by_row(edit, run, (1, size, width)) for run, size in zip((new, *more), sizes, strict=True)]
+        terms += [_by_row(edit, run, (1, (shape_of(run) or ())[2], width)) for run in (new, *more)]
         terms += [] if more else [empty]
     terms.append(mask)
     form = attention_form(rows, kv_heads, all_heads // kv_heads, dim, scale)
     kind = HALF_TREE_ATTENTION if keys[0].dtype is ir.DataType.FLOAT16 else TREE_ATTENTION
     if softcap:
         kind, form = CAPPED_ATTENTION, form | {"softcap": softcap}
-    made = edit.insert(None, kind, terms, shape_of(terms[0]), out.dtype, form, DOMAIN)
-    return edit.reshape(None, made, out.shape)
+    return edit.reshape(None, edit.insert(None, kind, terms, shape_of(terms[0]), out.dtype, form, DOMAIN), out.shape)
 
 
 def _by_row(edit: Editor, heads: ir.Value, shape: Shape) -> ir.Value:
@@ -120,10 +117,9 @@ def trace(form: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[str])
 
     Raises UnsupportedModelError for an operator without a translation.
     """
-    graph = _record(form, inputs)
     values = [ir.val(one.name, from_torch_dtype(getattr(torch, one.dtype)), _known(one.shape)) for one in inputs]
     made = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET})
-    writer = _Writer(Editor(ir.Model(made, ir_version=IR_VERSION)), form, graph)
+    writer = _Writer(Editor(ir.Model(made, ir_version=IR_VERSION)), form, _record(form, inputs))
     writer.write(values, outputs)
     passes.CommonSubexpressionEliminationPass()(writer.edit.model)
     return writer.edit
@@ -141,8 +137,7 @@ def _record(form: nn.Module, inputs: Sequence[TensorSpec]) -> fx.GraphModule:
         example = torch.ones([size if isinstance(size, int) else EXAMPLE_SIZE for size in spec.shape])
         dynamic = [DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DUCK for size in spec.shape]
         context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
-        kind = getattr(torch, spec.dtype)
-        arguments.append(mode.from_tensor(example.to(kind), symbolic_context=context))
+        arguments.append(mode.from_tensor(example.to(getattr(torch, spec.dtype)), symbolic_context=context))
     with torch.no_grad(), mode:
         return make_fx(form, pre_dispatch=True, _allow_non_fake_inputs=True)(*arguments)
 
@@ -183,8 +178,7 @@ class _Writer:
         if not values:
             with torch.no_grad():
                 return node.target(*given[0], **given[1])  # type: ignore[operator]
-        translation = KNOWN.get(node.target)  # type: ignore[arg-type]
-        if translation is None:
+        if (translation := KNOWN.get(node.target)) is None:  # type: ignore[arg-type]
             raise UnsupportedModelError(f"the model's layers call {node.target}, for which there is no ONNX form")
         positional, named = fx.node.map_aggregate(given, self._value)
         made = translation(self.edit, _out(node), *positional, **named)

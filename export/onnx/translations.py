@@ -56,8 +56,7 @@ def _same_type(edit: Editor, out: Out, *operands: Operand) -> list[ir.Value]:
     kind = out.dtype
     if kind is ir.DataType.BOOL:  # a comparison
         kinds = {item.dtype for item in operands if isinstance(item, ir.Value)}
-        wide = (ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32)
-        kind = next((item for item in wide if item in kinds), kind)
+        kind = next((item for item in (ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32) if item in kinds), kind)
     return [
         cast(edit, Out(shape_of(item) or (), kind), item) if isinstance(item, ir.Value) else number(edit, item, kind)
         for item in operands
@@ -159,9 +158,8 @@ def repeat(edit: Editor, out: Out, x: ir.Value, repeats: int, dim: int) -> ir.Va
 def cut(
     edit: Editor, out: Out, x: ir.Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> ir.Value:
-    axis = dim % len(out.shape)
     last = np.iinfo(np.int64).max if end is None else end
-    bounds = [edit.ints(value) for value in (start or 0, int(last), axis, step)]
+    bounds = [edit.ints(value) for value in (start or 0, int(last), dim % len(out.shape), step)]
     return edit.insert(None, "Slice", [x, *bounds], out.shape, out.dtype)
 
 
@@ -220,14 +218,14 @@ def layer_norm(
 
 
 def rms_norm(edit: Editor, out: Out, x: ir.Value, sizes: Sequence[int], scale: ir.Value, eps: float) -> ir.Value:
-    attributes = {"axis": -len(sizes), "epsilon": eps}
-    return edit.insert(None, "RMSNormalization", [x, scale], out.shape, out.dtype, attributes)
+    return edit.insert(
+        None, "RMSNormalization", [x, scale], out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps}
+    )
 
 
 def largest(edit: Editor, x: ir.Value, k: int) -> ir.Value:
     """Where the k largest values of the last dimension are, among equals the lowest index first, before a view."""
-    view = producer(x, "Reshape")
-    if view is not None and (shape_of(view.inputs[0]) or (0,))[-1] == (shape_of(x) or ())[-1]:
+    if (view := producer(x, "Reshape")) and (shape_of(view.inputs[0]) or (0,))[-1] == (shape_of(x) or ())[-1]:
         x = source_of(view)
     shape = (*(shape_of(x) or ())[:-1], k)
     outputs = [(shape, x.dtype), (shape, ir.DataType.INT64)]
@@ -270,8 +268,7 @@ TRANSLATIONS: dict[Callable[..., Any], Translation] = {
     aten.split.Tensor: split,
     aten.chunk.default: chunk,
     # Element by element
-    aten.to.dtype: cast,
-    aten.type_as.default: cast,
+    **dict.fromkeys((aten.to.dtype, aten.type_as.default), cast),
     aten.add.Tensor: _binary("Add"),
     aten.sub.Tensor: _binary("Sub"),
     aten.mul.Tensor: _binary("Mul"),

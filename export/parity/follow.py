@@ -83,8 +83,7 @@ class Walk:
         where = f"{STEP} to node {node}"
         call = self._call(STEP, {ROOT: _int(root), contract.DRAFTS: np.array(drafts, np.int32)}, length)
         theirs = self.follower.follow(where, call, lambda: self.reference.step(root, drafts, length))
-        count = int(call.outputs[COUNT].item())
-        if count != len(theirs.tokens):
+        if (count := int(call.outputs[COUNT].item())) != len(theirs.tokens):
             raise ParityError(f"{where}: {COUNT} is {count}, but the artifact's own logits accept {len(theirs.tokens)}")
         path = self.geometry.tree.path_table[node]
         for i, (mine, token) in enumerate(zip(call.outputs[TOKENS][:count].tolist(), theirs.tokens, strict=True)):
@@ -111,8 +110,7 @@ class Walk:
         if mine.shape != theirs.shape:
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape}, not {theirs.shape}")
         for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-            off = stored_difference(one, other)
-            if not off <= self.bounds.rows:
+            if not (off := stored_difference(one, other)) <= self.bounds.rows:
                 raise ParityError(
                     f"{where}: the rows to commit, {'values' if at % 2 else 'keys'} of layer {at // 2}, differ by "
                     f"{off:.2g} of their size, allowed is {self.bounds.rows:g}. The products are right: rotary "

@@ -79,14 +79,12 @@ class Gate:
 
     def same_rows(self, where: str, start: int, end: int) -> None:
         """Record committed rows. Raises ParityError for rows that cannot be compared."""
-        mine = self.artifact.rows(start, end)
-        if mine is None:
+        if (mine := self.artifact.rows(start, end)) is None:
             return
         theirs = self.reference.rows(start, end)
         if mine.shape != theirs.shape or not np.isfinite(mine).all():
             raise ParityError(f"{where}: {ROWS} has shape {mine.shape} or values that are not finite")
-        sides = mine, self.twin.rows(start, end), theirs
-        self.spread.rows(*(as_stored(rows, mine.dtype) for rows in sides))
+        self.spread.rows(*(as_stored(rows, mine.dtype) for rows in (mine, self.twin.rows(start, end), theirs)))
 
     def same_id(self, where: str, name: str, mine: int, theirs: int, logits: Array) -> bool:
         """Whether two ids agree. If not, ``Spread.fault`` tells later whether that was a near-tie."""

@@ -161,18 +161,15 @@ class Follower:
                 hooks.enter_context(module.register_forward_pre_hook(self._before, prepend=True))
                 hooks.enter_context(module.register_forward_hook(self._after))
             yield
-        left = [module for module in self.names if self._waiting.get(id(module))]
-        if left:
+        if left := [module for module in self.names if self._waiting.get(id(module))]:
             raise ParityError(f"{self.where}: {self._place(left[0])} is multiplied more often than in the model")
 
     def _before(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._paused or module in self._unused:
             return inputs
-        waiting = self._waiting.get(id(module))
-        if not waiting:
+        if not (waiting := self._waiting.get(id(module))):
             raise ParityError(f"{self.where}: {self._place(module)} has no product in the artifact")
-        x, mine = inputs[0], waiting[0].inputs
-        theirs = flat(x)
+        x, mine, theirs = inputs[0], waiting[0].inputs, flat(inputs[0])
         chosen = self._rows_of(module, mine, theirs)
         if self._rounding:
             self._rounded.append(theirs[chosen])
@@ -198,8 +195,7 @@ class Follower:
         if module in self._unused:
             self._unused.remove(module)
             return output
-        product = self._waiting[id(module)].pop(0)
-        theirs = flat(output)
+        product, theirs = self._waiting[id(module)].pop(0), flat(output)
         chosen = self._rows_of(module, product.inputs, flat(inputs[0]))
         if product.outputs.shape[-1] != theirs.shape[-1]:
             raise ParityError(

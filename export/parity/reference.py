@@ -109,8 +109,7 @@ class TorchDriver:
 
     def rows(self, start: int, end: int) -> Array:
         rows = self.cache.rows[:, :, 0, :, start:end].transpose(2, 3)
-        shape = (2 * self.geometry.layers, end - start, self.geometry.row_width)
-        return rows.reshape(shape).numpy().copy()
+        return rows.reshape((2 * self.geometry.layers, end - start, self.geometry.row_width)).numpy().copy()
 
     def _call(self, function: str, length: int, *inputs: Tensor) -> Any:
         self.cache.length = length
@@ -166,8 +165,7 @@ def force_drafts(g: Geometry, node: int, continuation: Sequence[int], draw: np.r
 
 def random_prompt(g: Geometry, length: int) -> list[int]:
     """Random ids, so that rows differ from each other."""
-    draw = np.random.default_rng(0)
-    return [int(i) for i in draw.integers(min(FIRST_PROMPT_ID, g.vocab - 1), g.vocab, length)]
+    return [int(i) for i in np.random.default_rng(0).integers(min(FIRST_PROMPT_ID, g.vocab - 1), g.vocab, length)]
 
 
 def run_prefill(driver: Driver, tokens: Sequence[int], chunk: int) -> tuple[int, Drafts]:

@@ -77,8 +77,7 @@ class Spread:
         """What is wrong with the first layer, or else the first id, that is beyond the spread; None: nothing is."""
         mine, twin = self.relative()
         allowed = FACTOR * twin + FLOOR * jitter
-        beyond = np.flatnonzero(mine > allowed)
-        if len(beyond):
+        if len(beyond := np.flatnonzero(mine > allowed)):
             at = int(beyond[0])
             part = "values" if at % 2 else "keys"
             return (

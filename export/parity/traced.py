@@ -79,8 +79,7 @@ class Recorder(fx.Interpreter):
         names = names_of(program)
         self.linears: list[tuple[str, fx.Node, fx.Node]] = []
         for node in program.graph.nodes:
-            at = PRODUCTS.get(node.target)
-            if at is not None and node.args[at + 1] in names:
+            if (at := PRODUCTS.get(node.target)) is not None and node.args[at + 1] in names:
                 self.linears.append((names[node.args[at + 1]], rows_of(node.args[at]), node))
         self.wanted = {node for _, rows, result in self.linears for node in (rows, result)}
         self.seen: dict[fx.Node, Array] = {}

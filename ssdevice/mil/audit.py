@@ -51,9 +51,8 @@ def audit(package: Package) -> dict[str, Any]:
         kinds = Counter(operation.kind for operation in function.operations)
         states.update((state, kind) for state, kind in function.inputs if kind.state)
         rows = max((_query_rows(operation) for operation in function.operations), default=0)
-        loaded = sum(package.places(function).values())
         counts = {"operations": kinds.total(), "kinds": dict(kinds.most_common())}
-        functions[name] = {**counts, "rows": rows, "weights": loaded}
+        functions[name] = {**counts, "rows": rows, "weights": sum(package.places(function).values())}
         _warn(function, warnings)
     weights = _weights(package)
     stored = sum(group["bytes"] for group in weights)
@@ -80,8 +79,7 @@ def _weights(package: Package) -> list[dict[str, Any]]:
     for function in package.functions.values():
         for operation in function.operations:
             for name in operation.inputs if operation.kind in DATA else ():
-                value = function.constant(operation, name)
-                if value is not None and isinstance(value.data, BlobRef):
+                if (value := function.constant(operation, name)) is not None and isinstance(value.data, BlobRef):
                     forms[value.data] = _form(function, operation)
                     main |= {value.data} if name == DATA[operation.kind] else set()
     for function in package.functions.values():
@@ -90,14 +88,11 @@ def _weights(package: Package) -> list[dict[str, Any]]:
                 forms[value.data] = value.type.dtype.name
                 main.add(value.data)
     sizes = {place: size for function in package.functions.values() for place, size in package.places(function).items()}
-    return [
-        {
-            "form": name,
-            "tensors": sum(1 for place in main if forms[place] == name),
-            "bytes": sum(sizes[place] for place, form in forms.items() if form == name),
-        }
-        for name in sorted({*forms.values()})
-    ]
+    tensors = Counter(forms[place] for place in main)
+    stored = Counter[str]()
+    for place, form in forms.items():
+        stored[form] += sizes[place]
+    return [{"form": form, "tensors": tensors[form], "bytes": stored[form]} for form in sorted(stored)]
 
 
 def _form(function: Function, operation: Operation) -> str:
@@ -120,8 +115,7 @@ def _block(function: Function, operation: Operation) -> int | None:
 
 def _warn(function: Function, found: Warnings) -> None:
     """Enter the known problems of a function."""
-    name = function.name
-    wide, blocks = Counter[str](), Counter[str]()
+    name, wide, blocks = function.name, Counter[str](), Counter[str]()
     for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):
         if any(size % STATE_MULTIPLE for size in dims):
             text = f"its last sizes {list(dims)} are not multiples of {STATE_MULTIPLE}; such a state fails to load"

@@ -124,8 +124,7 @@ def _softmax(x: Tensor, *, axis: int = -1) -> Tensor:
 @kernel("cast", "x")
 def _cast(x: Tensor, *, dtype: str) -> Tensor:
     # Floats are float32 here; every output is rounded to its declared type, which does the narrowing to float16.
-    kind = BY_NAME.get({"fp16": "float16", "fp32": "float32"}.get(dtype, dtype))
-    if kind is None:
+    if (kind := BY_NAME.get({"fp16": "float16", "fp32": "float32"}.get(dtype, dtype))) is None:
         raise ExecutionError(f"type {dtype!r} is not supported")
     return x.astype(kind.held, copy=False)
 

@@ -142,8 +142,7 @@ class Program:
         self._checked.add(function)
         if state is not None:
             state.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
-        types = plan.function.types
-        return {name: self._output(values[name], types[name]) for name in plan.function.outputs}
+        return {name: self._output(values[name], plan.function.types[name]) for name in plan.function.outputs}
 
     def _input(self, array: Array, kind: TensorType) -> Array:
         """An input in the form that kernels take. Raises InputError for values that its type does not hold."""
@@ -159,8 +158,7 @@ class Program:
 
     def _output(self, value: Any, kind: TensorType) -> Array:
         assert kind.dtype is not None
-        dtype = kind.dtype.storage if self.precision == FP16 else kind.dtype.held
-        return np.array(value, dtype).reshape(kind.shape)
+        return np.array(value, kind.dtype.storage if self.precision == FP16 else kind.dtype.held).reshape(kind.shape)
 
 
 class _Compiler:
@@ -243,8 +241,7 @@ class _Compiler:
 
     def _constant(self, name: str) -> Constant | None:
         """A constant or decompressed weight; None for what is only known at run time."""
-        value = self._function.constants.get(name)
-        if value is None or name in self._known:
+        if (value := self._function.constants.get(name)) is None or name in self._known:
             return self._known.get(name)
         if isinstance(value.data, str):
             return value.data

@@ -51,10 +51,9 @@ class Package:
         Raises BundleError if the package has no such function.
         """
         found = self.function(function)
-        types = found.types
         inputs = tuple(_tensor(name, kind) for name, kind in found.inputs if not kind.state)
         states = tuple(_tensor(name, kind) for name, kind in found.inputs if kind.state)
-        outputs = tuple(_tensor(name, types[name]) for name in found.outputs)
+        outputs = tuple(_tensor(name, found.types[name]) for name in found.outputs)
         return FunctionSpec(function, inputs, outputs, states)
 
     def function(self, name: str) -> Function:
@@ -108,8 +107,7 @@ def _root_model(path: Path) -> Path:
         raise BundleError(f"{manifest}: names no root model (rootModelIdentifier among itemInfoEntries)")
     files = {}
     for key, item in items.items():
-        name = item.get("path") if isinstance(item, dict) else None
-        if not isinstance(name, str):
+        if not isinstance(name := item.get("path") if isinstance(item, dict) else None, str):
             raise BundleError(f"{manifest}: item {key!r} has no path")
         files[key] = _inside(path / DATA, name, path)
         if not files[key].exists():

@@ -113,8 +113,7 @@ def model_class() -> Any:
 
     It is imported without the rest of coremltools, which imports torch and takes seconds.
     """
-    found = find_spec("coremltools")
-    if found is None or found.origin is None:
+    if (found := find_spec("coremltools")) is None or found.origin is None:
         raise ModuleNotFoundError("coremltools is not installed", name="coremltools")
     file = Path(found.origin).parent / "proto" / "__init__.py"
     spec = spec_from_file_location(PROTO, file, submodule_search_locations=[str(file.parent)])
@@ -160,8 +159,7 @@ def _function(name: str, body: Any) -> Function:
         else:
             outputs = tuple(map(_named_type, item.outputs))
             operations.append(Operation(item.type, _inputs(item, constants), outputs))
-    given = [each for each, _ in (*inputs, *constants)]
-    _check_names(where, given, operations, block.outputs)
+    _check_names(where, [each for each, _ in (*inputs, *constants)], operations, block.outputs)
     return Function(name, inputs, tuple(block.outputs), dict(constants), tuple(operations))
 
 
@@ -176,11 +174,8 @@ def _check_names(where: str, given: Iterable[str], operations: Iterable[Operatio
 
     define(given)
     for operation in operations:
-        for name in operation.reads:
-            if name not in known:
-                raise ModelFileError(
-                    f"{where}: {operation.kind} {operation.output!r} reads {name!r} before it is defined"
-                )
+        if (early := next((name for name in operation.reads if name not in known), None)) is not None:
+            raise ModelFileError(f"{where}: {operation.kind} {operation.output!r} reads {early!r} before it is defined")
         define(name for name, _ in operation.outputs)
     for name in returned:
         if name not in known:
@@ -203,15 +198,13 @@ def _inputs(item: Any, constants: list[tuple[str, Value]]) -> dict[str, tuple[st
 
 
 def _named_type(named: Any) -> tuple[str, TensorType]:
-    parsed = _type(named.type)
-    if parsed is None:
+    if (parsed := _type(named.type)) is None:
         raise ModelFileError(f"{named.name!r} has a type that is neither a tensor nor a state")
     return named.name, parsed
 
 
 def _type(kind: Any) -> TensorType | None:
-    state = kind.HasField("stateType")
-    if state:
+    if state := kind.HasField("stateType"):
         kind = kind.stateType.wrappedType
     if not kind.HasField("tensorType"):
         return None
@@ -230,8 +223,7 @@ def _type(kind: Any) -> TensorType | None:
 
 def _value(value: Any) -> Value:
     """A constant. Raises ModelFileError if it does not hold as many elements as its type says."""
-    kind = _type(value.type)
-    if kind is None:
+    if (kind := _type(value.type)) is None:
         raise ModelFileError("a constant is not a tensor")
     if value.HasField("blobFileValue"):
         return Value(kind, BlobRef(value.blobFileValue.fileName, value.blobFileValue.offset))
@@ -254,8 +246,7 @@ def _elements(tensor: Any, dtype: DType, count: int) -> Array:
         return np.array(tensor.floats.values, np.float32).astype(dtype.storage)
     if held in ("ints", "bools"):
         wide = np.array(getattr(tensor, held).values, np.int64)
-        narrow = wide.astype(dtype.storage)
-        if not np.array_equal(narrow, wide):
+        if not np.array_equal(narrow := wide.astype(dtype.storage), wide):
             raise ModelFileError(f"a constant does not fit {dtype.name}")
         return narrow
     if held == "bytes":

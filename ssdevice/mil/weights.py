@@ -115,8 +115,7 @@ class BlobFile:
         sentinel, number, size, start, padding = _METADATA.unpack_from(self._data, offset)
         if sentinel != SENTINEL:
             raise BundleError(f"{where} has no metadata; the program and its weight file do not belong together")
-        stored = BY_BLOB.get(number)
-        if stored is not dtype:
+        if (stored := BY_BLOB.get(number)) is not dtype:
             raise BundleError(f"{where} is {stored.name if stored else f'of type {number}'}, expected {dtype.name}")
         needed = dtype.bytes(count)
         # Packed data is rounded up to whole bytes; `padding` is the number of unused bits.
