@@ -103,8 +103,7 @@ class Conversation:
     def propose(self, depth: int, token: int) -> None:
         """Draft a token ``depth`` places after the next one; the candidate that it replaces becomes the next best."""
         candidates = self.drafts[depth].tolist()
-        others = [each for each in candidates if each != token]
-        self.drafts[depth] = [token, *others][: len(candidates)]
+        self.drafts[depth] = [token, *(each for each in candidates if each != token)][: len(candidates)]
 
     def verify(self, last: int) -> NDArray[np.float32]:
         """The logits ``[T, V]`` of the tree of ``drafts`` after ``last``; ``keep`` then commits a path through it. They

@@ -27,12 +27,8 @@ class Reason(StrEnum):
 def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
     """The rank path of the accepted drafts in ``run``, a step's tokens: the deepest node whose tokens begin ``run``. It
     is one shorter than the run, unless the run was truncated within accepted drafts."""
-    best: Ranks = ()
-    for path in tree.paths:
-        fits = len(best) < len(path) <= len(run)
-        if fits and all(drafts[depth][rank] == run[depth] for depth, rank in enumerate(path)):
-            best = path
-    return best
+    within = [path for path in tree.paths if len(path) <= len(run)]
+    return max((path for path in within if all(drafts[i][rank] == run[i] for i, rank in enumerate(path))), key=len)
 
 
 def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int]:

@@ -87,8 +87,7 @@ class Session(OpenBundle):
         ``speculate`` does not change the answer, except with typical acceptance. Raises InputError for an empty prompt,
         ContextOverflowError for one that does not fit."""
         ids = self.prompt_ids(arguments.text("prompt", prompt), system=system)
-        mode = self.mode(speculate)
-        return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=mode, sampling=sampling))
+        return _pieces(self.runs(ids, max_tokens=max_tokens, stop=stop, mode=self.mode(speculate), sampling=sampling))
 
     def chat(
         self,

@@ -280,16 +280,14 @@ class SplitCache(Cache):
         self.geometry, self.link = engine.geometry, engine.link
         self.mine, self.client = engine.device.new_conversation(), secrets.token_hex(16)
         self.advance = plain if contract.PLAIN in engine.device.functions else plain_step
-        self.text: list[int] = []
-        self.held = 0  # tokens of the text that the server holds
+        self.text, self.held = list[int](), 0  # the text so far, and how many of its tokens the server holds
 
     def call(self, function: str, length: int) -> Outputs:
         inputs, drafts, step = self.inputs, self.inputs[contract.DRAFTS], function == contract.STEP
         given = inputs[contract.ROOT] if step else inputs[contract.CHUNK][: inputs[contract.VALID].item()]
         self.text[length:] = given.tolist()
         self.held = min(self.held, length)
-        room = self.geometry.context - len(self.text)
-        guesses = drafts[:room, 0].tolist() if step else ()
+        guesses = drafts[: self.geometry.context - len(self.text), 0].tolist() if step else ()
         tokens = self.link.verify(self.client, self.text, self.held, guesses)
         after = np.zeros_like(drafts)
         if tokens is None:

@@ -137,8 +137,7 @@ class _Reader:
         self.names: dict[str, tuple[list[str], list[str]]] = {}
 
     def read(self) -> tuple[dict[str, Method], Package]:
-        methods = {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}
-        return methods, self.package
+        return {plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)}, self.package
 
     def _method(self, plan: Table) -> Method:
         entries, name = list(plan.tables(2)), plan.text(0)

@@ -50,8 +50,7 @@ class ExecutorchEngine(Engine):
             return cls(file, bundle.geometry, list(bundle.functions), options)
         if len(found.files) > 1:
             raise BundleError(f"{bundle.folder}: app {found.name!r} lists {len(found.files)} files, expected one")
-        specs = specs_of(bundle.geometry, list(bundle.functions))
-        program = LoadedProgram.of(bundle, file, specs, options)
+        program = LoadedProgram.of(bundle, file, specs_of(bundle.geometry, list(bundle.functions)), options)
         adapter = AdapterSlots(bundle.file(found.files[0])) if found.files else None
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 

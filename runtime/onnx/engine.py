@@ -229,15 +229,14 @@ def app_adapter(bundle: "Bundle", app: str | None, shared: SharedBase) -> Adapte
 
 def open_engine(bundle: "Bundle", app: str | None, options: EngineOptions) -> OnnxEngine:
     """The engine of an ONNX bundle. Raises BundleError for another cache form or a graph that does not load."""
-    manifest = bundle.manifest
     check_cache(bundle, CacheForm.EXTERNAL)
     files, geometry = app_graphs(bundle, app)
     shared = SharedBase.of(bundle, options)
     adapter = app_adapter(bundle, app, shared)
-    quantized = manifest.precision in (Precision.INT4, Precision.INT8)
+    quantized = bundle.manifest.precision in (Precision.INT4, Precision.INT8)
     # A profile must contain only this engine's calls, so then it does not share graphs.
     graphs = None if options.profile else shared
-    return OnnxEngine(files, geometry, manifest.cache_dtype, options, graphs, adapter, quantized)
+    return OnnxEngine(files, geometry, bundle.manifest.cache_dtype, options, graphs, adapter, quantized)
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

@@ -149,8 +149,7 @@ class Chooser:
             total = float(np.logaddexp.reduce(logits, dtype=np.float64))
             some = np.flatnonzero(logits >= np.partition(logits, -max(best, 1))[-max(best, 1)])
             likely = some[np.argsort(-logits[some], kind="stable")][:best].tolist()
-        values = tuple(float(logits[i]) - total for i in likely)
-        return Logprobs(float(logits[token]) - total, tuple(likely), values)
+        return Logprobs(float(logits[token]) - total, tuple(likely), tuple(float(logits[i]) - total for i in likely))
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:

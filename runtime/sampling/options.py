@@ -122,9 +122,7 @@ class Processors:
     tokens that end an answer."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], stops: Sequence[int], vocab: int) -> None:
-        self.sampling = sampling
-        self.ids = list(prompt)
-        self._prompt = len(self.ids)
+        self.sampling, self.ids, self._prompt = sampling, list(prompt), len(prompt)
         self._stops = [stop for stop in stops if stop < vocab]  # a tokenizer may have more tokens than the model
         # As in transformers, where a stop token is not banned: no answer would end.
         self._bad = [word for word in sampling.bad_words if len(word) > 1 or word[0] not in stops]

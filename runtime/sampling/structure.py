@@ -160,8 +160,7 @@ class Grammar:
 def open_grammar(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> Grammar:
     """A structure at the beginning of an answer of a model with ``vocab`` tokens. Raises InputError for one that is
     wrong, too large or matches nothing, MissingExtraError without llguidance."""
-    matcher = _compiled(structure, _tokens_of(tokenizer, vocab))
-    return Grammar(structure, matcher.deep_copy(), tokenizer.stop_ids)
+    return Grammar(structure, _compiled(structure, _tokens_of(tokenizer, vocab)).deep_copy(), tokenizer.stop_ids)
 
 
 @lru_cache(maxsize=4)

@@ -174,10 +174,8 @@ class Comparison:
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
     """The first position at which two answers differ and both tokens there; -1 for an answer that has ended."""
-    for i, (a, b) in enumerate(zip_longest(expected, found, fillvalue=-1)):
-        if a != b:
-            return i, a, b
-    return len(expected), -1, -1
+    pairs = enumerate(zip_longest(expected, found, fillvalue=-1))
+    return next(((i, a, b) for i, (a, b) in pairs if a != b), (len(expected), -1, -1))
 
 
 def coarser(*precisions: Precision) -> Precision:

@@ -89,10 +89,9 @@ def answer(
     conversation: Conversation, ids: Sequence[int], advance: Advance, stop_ids: Sequence[int], max_tokens: int
 ) -> list[int]:
     """The tokens of one answer, without text."""
-    stops = frozenset(stop_ids)
 
     def accept(run: Sequence[int]) -> Emission:
-        end = next((i + 1 for i, token in enumerate(run) if token in stops), None)
+        end = next((i + 1 for i, token in enumerate(run) if token in stop_ids), None)
         return Emission("", end or len(run), end is not None)
 
     conversation.length = 0

@@ -54,11 +54,9 @@ def final_answer(text: str) -> Decimal | None:
 
 def exact_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
     """1 for an answer that equals a target: apart from surrounding space, and after ``normalize_query``."""
-    strict, normalized = [], []
-    for prediction, example in zip(predictions, examples, strict=True):
-        strict.append(float(prediction.strip() in {target.strip() for target in example.targets}))
-        normalized.append(float(normalize_query(prediction) in {normalize_query(t) for t in example.targets}))
-    return {"exact_match": strict, "exact_match_normalized": normalized}
+    pairs = list(zip(predictions, examples, strict=True))
+    forms: dict[str, Callable[[str], str]] = {"exact_match": str.strip, "exact_match_normalized": normalize_query}
+    return {name: [float(form(p) in map(form, e.targets)) for p, e in pairs] for name, form in forms.items()}
 
 
 def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
@@ -81,13 +79,11 @@ def rouge(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
         from rouge_score.rouge_scorer import RougeScorer
     columns = ("rouge1", "rougeLsum")
     scorer = RougeScorer(columns, use_stemmer=True)
-    scores: Scores = {column: [] for column in columns}
-    for prediction, example in zip(predictions, examples, strict=True):
-        targets = [_SENTENCE_END.sub("\n", target) for target in example.targets]
-        best = scorer.score_multi(targets, _SENTENCE_END.sub("\n", prediction))
-        for column in columns:
-            scores[column].append(float(best[column].fmeasure))
-    return scores
+    best = [
+        scorer.score_multi([_SENTENCE_END.sub("\n", t) for t in example.targets], _SENTENCE_END.sub("\n", prediction))
+        for prediction, example in zip(predictions, examples, strict=True)
+    ]
+    return {column: [float(each[column].fmeasure) for each in best] for column in columns}
 
 
 Metric = Callable[[Sequence[str], Sequence[Example]], Scores]

@@ -63,8 +63,7 @@ def as_json(
 
 
 def _mode(mode: Measured, result: BenchResult, geometry: Geometry, memory: Json | None) -> Json:
-    found = arm_as_json(mode)
-    found |= {
+    found = arm_as_json(mode) | {
         "prefill_tokens_per_second": round(mode.prefill_tokens_per_second.median, 2),
         "host_us_per_step": round(mode.host_us_per_step.median, 2),
         "native_ms_per_step": round(mode.native_ms_per_step.median, 4),

@@ -91,8 +91,7 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
             """A sampled answer with the rows of logits that its tokens were chosen from."""
             ids, sampler, seed = case
             grammar = open_grammar(sampler.structure, tokenizer, vocab) if sampler.structure is not None else None
-            seeded = replace(sampler, seed=seed, logprobs=0)
-            chooser = Chooser(seeded, ids, stops, vocab, grammar, engine.kernels)
+            chooser = Chooser(replace(sampler, seed=seed, logprobs=0), ids, stops, vocab, grammar, engine.kernels)
             rows: list[Rows] = []
 
             def choose(logits: Rows) -> int:

@@ -50,8 +50,7 @@ def spread(values: ArrayLike) -> Spread:
 
 def mean_interval(values: ArrayLike) -> Interval:
     """The mean of values ``[n]`` and its bootstrap interval. Raises InputError for no values or non-finite ones."""
-    data = _values(values, "values")
-    return _bootstrap(data[:, None], lambda means: means[:, 0])
+    return _bootstrap(_values(values, "values")[:, None], lambda means: means[:, 0])
 
 
 def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:

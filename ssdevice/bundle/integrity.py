@@ -147,11 +147,10 @@ def sign_bundle(folder: Path, private_key: Path) -> Path:
     """Write ``manifest.json.sig`` with an ed25519 private key (unencrypted PEM) and return its path. Raises InputError
     for a key that cannot be used, MissingExtraError without cryptography."""
     private = _load_key(private_key, private=True)
-    data = manifest_bytes(folder)
     out = folder / SIGNATURE_FILE
     # Staged beside the bundle, not in it: a bundle with a stray file would be refused.
     with disk_errors(out), closing(Stage(folder.parent / f"{folder.name}.sig", folder=False)) as stage:
-        stage.path.write_bytes(base64.b64encode(private.sign(data)) + b"\n")
+        stage.path.write_bytes(base64.b64encode(private.sign(manifest_bytes(folder))) + b"\n")
         sync_tree(stage.path)
         stage.path.replace(out)
     return out

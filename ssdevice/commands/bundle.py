@@ -84,9 +84,8 @@ def _remove_app(args: argparse.Namespace) -> str:
     if args.default is None and manifest.default_app == app.name:
         raise InputError(f"app {app.name!r} is the default one; name another: --default {names[0]}")
     default = args.default or manifest.default_app
-    kept = {path for other in rest for path in other.files}
     inside = {path for path in manifest.files if app.folder is not None and path.startswith(f"{app.folder}/")}
-    gone = frozenset({*app.files, *inside} - kept)
+    gone = frozenset({*app.files, *inside} - {path for other in rest for path in other.files})
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle, without=gone)

@@ -62,7 +62,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 def memory(manifest: Manifest) -> dict[str, int]:
     """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
     geometry = manifest.geometry
-    tokenizer = manifest.roles.get(TOKENIZER_ROLE)
-    weights = sum(entry.size for name, entry in manifest.files.items() if name != tokenizer)
+    weights = sum(entry.size for name, entry in manifest.files.items() if name != manifest.roles.get(TOKENIZER_ROLE))
     row = geometry.token_bytes(manifest.cache_dtype)
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}

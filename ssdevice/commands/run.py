@@ -125,9 +125,8 @@ def _examples(args: argparse.Namespace) -> list[Example]:
 def _stdin() -> str:
     if sys.stdin is None:
         raise InputError("standard input is closed")
-    prompt = utf8(sys.stdin.buffer.read(), "standard input")
     # The last line break comes from the shell or editor; it is not part of the prompt.
-    return prompt.removesuffix("\n").removesuffix("\r")
+    return utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n").removesuffix("\r")
 
 
 ACCEPTED, REJECTED, ISSUED, MARGIN = "green", "red", "bold", "dim"
@@ -151,8 +150,7 @@ class Trace:
 
     def line(self, run: Run) -> Text:
         """The line of the next step: its number, how many tokens it emitted, and the tokens."""
-        step = f"{self._steps:>4}  +{len(run.tokens):<2} " if self._steps else "prefill   "
-        line = Text(step, style=MARGIN)
+        line = Text(f"{self._steps:>4}  +{len(run.tokens):<2} " if self._steps else "prefill   ", style=MARGIN)
         path = () if run.drafts is None else accepted_path(self._tree, run.drafts.tolist(), run.tokens)
         for i, token in enumerate(run.tokens):
             line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)

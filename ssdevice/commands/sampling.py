@@ -77,8 +77,7 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
     """The sampling that was asked for; None for greedy decoding. Without a ``bundle`` it only checks the options.
     Raises InputError for a value out of range, and for options that would have no effect."""
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
-    given["logit_bias"] = dict(args.logit_bias)
-    given["structure"] = _structure_of(args)
+    given |= {"logit_bias": dict(args.logit_bias), "structure": _structure_of(args)}
     asked = {name: value for name, value in given.items() if value not in (None, {})}
     if getattr(args, "verify_at", None) and (asked or args.sample):
         raise InputError("--verify-at: the server's greedy tokens are verified; leave out how tokens are chosen")

@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--freeze-lora", action="store_true",
         help="shared mode with --init: train only what streams have of their own; answers stay the same")  # fmt: skip
     add("--limit", type=positive, metavar="N", help="use only the first N rows")
-    own = parser.add_argument_group("self-distillation")
-    add = own.add_argument
+    add = parser.add_argument_group("self-distillation").add_argument
     add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
     add("--self-prompt", type=positive, metavar="N",
         help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
@@ -66,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "top layers (default 0)")  # fmt: skip
     add("--draft-vocabulary", type=int, metavar="N",
         help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)")  # fmt: skip
-    recipe = parser.add_argument_group("recipe")
-    add = recipe.add_argument
+    add = parser.add_argument_group("recipe").add_argument
     add("--recipe", choices=[r.value for r in Recipe],
         help="ours (default); paper: the successor's lossless streams and loss; paper-v1: 2402.11131's")  # fmt: skip
     add("--objective", choices=["streaming", "next-token"], default="streaming",

@@ -140,14 +140,13 @@ def _trials(
     if table is not None:
         trees, schedules = [_tree(gamma, WIDEST)], schedules[:1]
     plans = []
-    for schedule in schedules:
-        for tree in trees:
-            options = ExportOptions(
-                model=args.model, target=args.target or targets.DEFAULT, quant=Quant(args.quant or DEFAULT_QUANT),
-                out=folder / f"{schedule}-{tree.size}", adapters=(app,), tree=tree, schedule=schedule,
-            )  # fmt: skip
-            target = exporter(options)
-            plans.append((make_plan(options, target), target))
+    for schedule, tree in product(schedules, trees):
+        options = ExportOptions(
+            model=args.model, target=args.target or targets.DEFAULT, quant=Quant(args.quant or DEFAULT_QUANT),
+            out=folder / f"{schedule}-{tree.size}", adapters=(app,), tree=tree, schedule=schedule,
+        )  # fmt: skip
+        target = exporter(options)
+        plans.append((make_plan(options, target), target))
     plan = plans[0][0]
     if table is not None:
         table.check(str(args.cost_table), plan.identity.sha256, plan.geometry.gamma, plan.apps[0].msa_layers)

@@ -90,8 +90,7 @@ def _comparisons(args: argparse.Namespace, bundle: Bundle, report: Report) -> It
         return export_target(bundle.manifest.target).logits_engine(bundle, args.app, options)
 
     with Session.open(bundle, app=args.app, options=options) as session:
-        engine, tokenizer = session.engine, session.tokenizer
-        context = engine.geometry.context
+        engine, tokenizer, context = session.engine, session.tokenizer, session.engine.geometry.context
         prompts = [session.prompt_ids(prompt)[1 - context :] for prompt in PROMPTS[:limit]]
         if examples:
             _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)

@@ -19,9 +19,8 @@ def host_name(host: str) -> str:
 
 def listen(host: str, port: int) -> socket.socket:
     """The socket of a server. Raises InputError if it cannot have the address or the port (0: any free one)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = "is taken; choose another (0: any free one)" if taken else f"on {host} cannot be used: {error.strerror}"

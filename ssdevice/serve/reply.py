@@ -127,9 +127,7 @@ class Reply:
 
 def finish_reason(answer: Generation, called: bool) -> str:
     """OpenAI's word for why an answer ended."""
-    if called:
-        return "tool_calls"
-    return "stop" if answer.reason is Reason.STOP else "length"
+    return "tool_calls" if called else "stop" if answer.reason is Reason.STOP else "length"
 
 
 def usage(answer: Generation) -> dict[str, Any]:
