@@ -33,8 +33,7 @@ def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[V
     """
     found = {v.name: v for v in (Variant(lora=False), Variant(lora=True))}
     for app in apps:
-        wanted = app.variant
-        found.setdefault(wanted.name, wanted)
+        found.setdefault(app.variant.name, app.variant)
     drafting = tuple(name for name in names if name not in ONE_ROW)
     plain = (PREFILL, *(name for name in ONE_ROW if name in names))
     return [(v, plain if v.streams is None else drafting) for v in found.values()]

@@ -73,12 +73,10 @@ def _alike(moments: Mapping[nn.Linear, Tensor], grids: Mapping[nn.Linear, Grid])
     """Linears that read the same inputs and have the same grid, together: their columns are rounded once."""
     groups: list[list[nn.Linear]] = []
     for part, own in moments.items():
-        for group in groups:
-            if grids[group[0]] == grids[part] and torch.equal(moments[group[0]], own):
-                group.append(part)
-                break
-        else:
-            groups.append([part])
+        known = next((g for g in groups if grids[g[0]] == grids[part] and torch.equal(moments[g[0]], own)), None)
+        if known is None:
+            groups.append(known := [])
+        known.append(part)
     return groups
 
 

@@ -61,8 +61,7 @@ def smooth(model: StreamModel, rows: Sequence[Sample], report: Callable[[int], N
 
     Main rows decide the factors, so they are the same with streams and without. ``report`` hears which layer begins.
     """
-    passing = Rows(model, rows)
-    smoothed = 0
+    passing, smoothed = Rows(model, rows), 0
     for number, layer in enumerate(model.backbone.layers):
         report(number)
         with _results(layer) as before, _reads(model, layer) as found:
@@ -95,7 +94,6 @@ def _same(passing: Rows, number: int, layer: nn.Module, before: list[Tensor]) ->
 @contextmanager
 def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | None, list[_Read]]]:
     """Within this context: what the layer's linears read, by the norm that wrote it, None for anything else."""
-    norms = [part for part in layer.modules() if getattr(getattr(part, "weight", None), "ndim", 0) == 1]
     found: dict[nn.Module | None, list[_Read]] = {None: []}
     last: dict[nn.Module, Tensor] = {}
 
@@ -115,11 +113,11 @@ def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | No
             own.weights = _largest(own.weights, linear.weight)
 
     with ExitStack() as hooks:
-        for norm in norms:
-            hooks.enter_context(norm.register_forward_hook(wrote))
         for part in layer.modules():
             if isinstance(part, nn.Linear):
                 hooks.enter_context(part.register_forward_pre_hook(reads))
+            elif getattr(getattr(part, "weight", None), "ndim", 0) == 1:  # a norm
+                hooks.enter_context(part.register_forward_hook(wrote))
         yield found
 
 

@@ -62,8 +62,7 @@ def compact(package: Path) -> Mapping[str, int]:
     from coremltools.proto import Model_pb2
 
     file = package / PROGRAM
-    model = Model_pb2.Model()
-    model.ParseFromString(file.read_bytes())
+    model = Model_pb2.Model.FromString(file.read_bytes())
     for function in model.mlProgram.functions.values():
         for block in function.block_specializations.values():
             if any(operation.blocks for operation in block.operations):

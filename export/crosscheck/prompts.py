@@ -53,8 +53,7 @@ def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
 def _prefix_conflict(folder: Path, shipped: Any) -> str | None:
     """What is wrong if an option asks for what ``tokenizer.json`` does not do, and a class does it."""
     asked = read_object(folder / TOKENIZER_CONFIG_FILE).get("add_prefix_space")
-    does = shipped.tokenize("a")[0].startswith(SPACES)
-    if asked is None or asked == does:
+    if asked is None or asked == shipped.tokenize("a")[0].startswith(SPACES):
         return None
     return f"'add_prefix_space' is {asked}, and {TOKENIZER_FILE} does not do so: save the tokenizer again"
 

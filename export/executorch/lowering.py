@@ -104,8 +104,7 @@ def partitioner() -> Any:
         """Leaves out the GELU by tanh, for which ExecuTorch 1.4 writes XNNPACK's exact one."""
 
         def check_constraints(self, node: Any, ep: Any) -> bool:
-            exact = node.kwargs.get("approximate", "none") == "none"
-            return exact and bool(super().check_constraints(node, ep))
+            return node.kwargs.get("approximate", "none") == "none" and bool(super().check_constraints(node, ep))
 
     class Worthwhile(XnnpackPartitioner):  # type: ignore[misc]
         """Leaves out delegates whose call costs more than their operators."""

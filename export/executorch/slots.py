@@ -126,10 +126,9 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
     )  # fmt: skip
     state = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
     every = (variant, Variant(lora=False), *([Variant(lora=True)] if variant.lora else ()))
-    kinds = {kind.name: kind for kind in every}
     variants = tuple(
         replace(kind, functions={name: name for name in kind.own(plan.function_names)}, slots=slots, identifiers=state)
-        for kind in kinds.values()
+        for kind in {kind.name: kind for kind in every}.values()
     )
     return model, SlotLayout(plan.identity.hidden_size, variants)
 

@@ -140,8 +140,7 @@ def _results_kept() -> Iterator[None]:
     fx, call = _ExportPassBase._fx, Interpreter.call_function
 
     def call_function(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
-        meta = getattr(self, "meta", None)
-        if meta is None:  # another interpreter than that of a pass
+        if (meta := getattr(self, "meta", None)) is None:  # another interpreter than that of a pass
             return call(self, target, args, kwargs)
         operator = target._op if isinstance(target, EdgeOpOverload) else target
         self.inputs = inputs = (operator, *tree_flatten((args, kwargs))[0])

@@ -106,5 +106,4 @@ def _scales(graph: Graph, of: Table, kind: int) -> Array:
         return np.frombuffer(_content(graph, of.integer(2)), np.float32)
     if kind != PER_GROUP:
         raise ValueError(f"quantization of kind {kind}")
-    upper = np.frombuffer(_content(graph, of.integer(4)), np.uint16).astype(np.uint32) << 16
-    return upper.view(np.float32)
+    return (np.frombuffer(_content(graph, of.integer(4)), np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -31,8 +31,7 @@ __all__ = ["ct", "quiet"]
 @contextmanager
 def quiet() -> Iterator[None]:
     """In this context coremltools and torch report only errors; the caller reports progress."""
-    hidden = patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
-    with hidden, silenced("coremltools", "torch"):
+    with patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True)), silenced("coremltools", "torch"):
         yield
 
 

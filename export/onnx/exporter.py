@@ -95,10 +95,9 @@ class OnnxExporter(Exporter):
             files = {function: folder / path for function, path in (kept.functions if kept else whole).items()}
             tensors = AdapterTensors(folder / kept.files[0], plan.identity.sha256) if kept and kept.files else None
             engine = OnnxEngine(files, one.plan.geometry, result.cache_dtype, EngineOptions(threads=1), adapter=tensors)
-            shown = OnnxShown(engine, self.products, not plan.merged)
             within = simulated(one.loaded.model, quant, not plan.merged, keep=False, cache_dtype=result.cache_dtype)
             with within, EngineDriver(engine) as driver:
-                return check(one, driver, jitter, shown, bounds)
+                return check(one, driver, jitter, OnnxShown(engine, self.products, not plan.merged), bounds)
 
         return check_each(job, check_app)
 
@@ -139,9 +138,8 @@ def _export_slots(job: ExportJob, writer: "GraphWriter", folder: Path) -> Files:
         functions, slots = app_functions(variant, plan.function_names), tuple(book.slots.values())
         identifiers = IDENTIFIERS if variant.streams is not None else ""
         made.append(replace(variant, functions=functions, slots=slots, identifiers=identifiers))
-    layout = SlotLayout(plan.identity.hidden_size, tuple(made))
     write = partial(write_adapter, base_sha256=plan.identity.sha256)
-    return files, write_slots(plan, layout, folder, ADAPTER_FILE, write)
+    return files, write_slots(plan, SlotLayout(plan.identity.hidden_size, tuple(made)), folder, ADAPTER_FILE, write)
 
 
 class GraphWriter:

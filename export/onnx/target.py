@@ -45,8 +45,7 @@ class OnnxTarget(ExportTarget):
         if NOTE in bundle.manifest.notes:
             smooth(model, texts(tokenizer_of(bundle)))
         cache_dtype = bundle.manifest.cache_dtype
-        within = simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT, cache_dtype=cache_dtype)
-        return within, precision
+        return simulated(model, precision, bundle.app(app).kind is AdapterKind.SLOT, cache_dtype=cache_dtype), precision
 
     def parts(self, engine: "Engine") -> Mapping[str, str]:
         from ssdevice.runtime.onnx.engine import OnnxEngine

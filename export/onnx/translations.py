@@ -77,9 +77,7 @@ def same(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Va
 
 
 def cast(edit: Editor, out: Out, x: ir.Value, *_: object, **__: object) -> ir.Value:
-    if x.dtype is out.dtype:
-        return x
-    return edit.insert(None, "Cast", [x], shape_of(x), out.dtype, {"to": int(out.dtype)})
+    return x if x.dtype is out.dtype else edit.insert(None, "Cast", [x], shape_of(x), out.dtype, {"to": int(out.dtype)})
 
 
 def transpose(edit: Editor, out: Out, x: ir.Value, first: int, second: int) -> ir.Value:

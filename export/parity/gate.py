@@ -209,8 +209,7 @@ def _compare_steps(gate: Gate, prompt: list[int], root: int, nodes: Sequence[int
         drafts = force_drafts(g, node, truth[done + 1 :], draw)
         twin, theirs, mine = gate.sides(lambda driver: driver.step(root, drafts, length))  # noqa: B023  called at once
         where = f"{STEP} {gate.steps + 1} (end node {node})"
-        plainly = truth[done + 1 : done + 1 + emitted]
-        reached = gate.same_tokens(f"{where}, the reference", theirs.tokens, plainly, node)
+        reached = gate.same_tokens(f"{where}, the reference", theirs.tokens, truth[done + 1 : done + 1 + emitted], node)
         if not reached or not gate.same_tokens(where, mine.tokens, theirs.tokens, node):
             waiting.append(node)
             gate.commit([root], length)

@@ -155,8 +155,7 @@ def force_drafts(g: Geometry, node: int, continuation: Sequence[int], draw: np.r
     drafts = []
     for j in range(g.gamma):
         true = continuation[j] if j < len(continuation) else -1
-        row = [int(i) for i in draw.integers(0, g.vocab, g.k)]
-        row = [(i + 1) % g.vocab if i == true else i for i in row]
+        row = [(i + 1) % g.vocab if i == true else i for i in draw.integers(0, g.vocab, g.k).tolist()]
         if j < len(path):
             row[path[j]] = true
         drafts.append(row)

@@ -167,12 +167,7 @@ def _argmax(x: Tensor, *, axis: int = -1, keep_dims: bool = False, output_dtype:
 
 @kernel("layer_norm", "x", sums=True)
 def _layer_norm(
-    x: Tensor,
-    *,
-    axes: Sequence[int] | None = None,
-    gamma: Array | None = None,
-    beta: Array | None = None,
-    epsilon: float = 1e-5,
+    x: Tensor, *, axes: Sequence[int] = (), gamma: Array | None = None, beta: Array | None = None, epsilon: float = 1e-5
 ) -> Tensor:
     over = tuple(sorted(axis % x.ndim for axis in (axes or range(x.ndim))))
     shape = [size if axis in over else 1 for axis, size in enumerate(x.shape)]
