@@ -54,7 +54,9 @@ class Adaptive:
         clear = self._emitted > (self._cost + CLEAR) * self._count
         if self._steps >= ((RARELY if clear else STEPS * len(self._ratios)) if self._cost else 1):
             self._steps, self._probes = 0, PROBE
-        certain = self._certain(conversation)
+        # Forced tokens alone may make a step worth its time, however good the drafts are.
+        forced = min(len(conversation.forced()), len(conversation.drafts))
+        certain = forced > 0 and 0 < self._cost < forced + 1
         self.speculated = certain or not (self._paused or self._probes)
         if self.speculated:
             tokens = self._by_step(conversation, last, certain)
@@ -65,11 +67,6 @@ class Adaptive:
         if self._paused:
             self._paused, self._steps = self._paused - 1, 0
         return token
-
-    def _certain(self, conversation: Conversation) -> bool:
-        """Whether forced tokens alone make a step worth its time, however good the drafts are."""
-        forced = min(len(conversation.forced()), len(conversation.drafts))
-        return forced > 0 and 0 < self._cost < forced + 1
 
     def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
         start = self._clock()

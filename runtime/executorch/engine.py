@@ -10,7 +10,7 @@ import numpy as np
 from ssdevice import contract
 from ssdevice.contract import PREFILL, CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError
-from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache, rows_of_state
 from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain
 
 if TYPE_CHECKING:
@@ -100,13 +100,11 @@ class ExecutorchCache(Cache):
             return {name: tensor.numpy().copy() for name, tensor in zip(engine.names[function], out, strict=False)}
 
     def rows(self, start: int, end: int) -> Array:
-        program, layers, width = self.engine.program, self.engine.geometry.layers, self.engine.geometry.row_width
+        program, layers = self.engine.program, self.engine.geometry.layers
         with program.lock:
             program.seat(self, PREFILL)
-            states = program.states(PREFILL)
-            pairs = [part for pair in zip(states[:layers], states[layers:], strict=True) for part in pair]
-            shown = [part[:, start:end].numpy().transpose(1, 0, 2) for part in pairs]
-            return np.stack([part.reshape(end - start, width) for part in shown])
+            states = [state[:, start:end].numpy() for state in program.states(PREFILL)]
+            return rows_of_state(np.stack(states[:layers]), np.stack(states[layers:]), 0, end - start)
 
 
 def specs_of(geometry: Geometry, names: Sequence[str]) -> dict[str, FunctionSpec]:

@@ -158,13 +158,11 @@ def is_coreml(plan: Table) -> bool:
 
 
 def instructions(plan: Table) -> Iterator[Table]:
-    seen = 0
-    for chain in plan.tables(5):
-        for instruction in chain.tables(2):
-            seen += 1
-            if seen > LIMIT:  # vectors may be shared, so the size of the file is no bound
-                raise ValueError(f"a method of more than {LIMIT} instructions")
-            yield instruction
+    every = (instruction for chain in plan.tables(5) for instruction in chain.tables(2))
+    for number, instruction in enumerate(every, 1):
+        if number > LIMIT:  # vectors may be shared, so the size of the file is no bound
+            raise ValueError(f"a method of more than {LIMIT} instructions")
+        yield instruction
 
 
 def payload_of(data: Data, program: Table, entry: Table) -> bytes:

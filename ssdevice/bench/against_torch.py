@@ -83,8 +83,7 @@ def agreement(
             agree, near, margin = judge(logits, torch.tensor(answer), TIES[precision])
             tokens += len(answer)
             agreeing, near_ties, worst = agreeing + agree, near_ties + near, max(worst, margin)
-    exact = rounded is not None or precision is Precision.FP32
-    return Agreement(tokens, agreeing, near_ties, worst, exact, precision)
+    return Agreement(tokens, agreeing, near_ties, worst, rounded is not None or precision is Precision.FP32, precision)
 
 
 def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, int, float]:

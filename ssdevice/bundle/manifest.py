@@ -114,9 +114,8 @@ class App(Ruled):
         super().__post_init__()
         if self.kind is AdapterKind.SLOT and not self.files:
             raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
-        for name in self.functions:
-            if name not in EVERY_FUNCTION:
-                raise ConfigError(f"app {self.name!r}: {name[:60]!r} is not a function ({', '.join(EVERY_FUNCTION)})")
+        if odd := [name[:60] for name in self.functions if name not in EVERY_FUNCTION]:
+            raise ConfigError(f"app {self.name!r}: {odd[0]!r} is not a function ({', '.join(EVERY_FUNCTION)})")
 
     @property
     def answers_as_base(self) -> bool:
@@ -179,8 +178,7 @@ class Manifest(Ruled):
             raise ConfigError(f"model.layers is {self.model.layers}, geometry.layers {g.layers}")
         if g.hidden not in (0, self.model.hidden_size):
             raise ConfigError(f"model.hidden_size is {self.model.hidden_size}, geometry.hidden {g.hidden}")
-        streams = self.mode is not None
-        if (streams and not g.gamma) or (self.msa_layers and not streams):
+        if (self.mode is not None and not g.gamma) or (self.msa_layers and self.mode is None):
             expected = "a bundle with streams has a mode and a gamma, one without has null and no msa_layers"
             found = f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}"
             raise ConfigError(f"{found}: {expected}")
@@ -231,9 +229,8 @@ class Manifest(Ruled):
             if path not in self.files and path not in folders:
                 raise ConfigError(f"roles[{role!r}]: {path!r} is not in files")
         for app in self.apps:
-            for path in app.files:
-                if path not in self.files:
-                    raise ConfigError(f"app {app.name!r}: {path!r} is not in files")
+            if missing := [path for path in app.files if path not in self.files]:
+                raise ConfigError(f"app {app.name!r}: {missing[0]!r} is not in files")
             if app.folder is not None and app.folder not in folders:
                 raise ConfigError(f"app {app.name!r}: no file in its folder {app.folder!r}")
 

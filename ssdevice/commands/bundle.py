@@ -55,18 +55,12 @@ def _sign(args: argparse.Namespace) -> str:
 def _add_app(args: argparse.Namespace) -> str:
     name, folder = named_folder(args.app)
     bundle = Bundle.open(args.bundle)
-    _check_tokenizer(bundle, folder)
+    if tokenizer_folder(bundle.folder, folder) != bundle.folder:  # the adapter brings one, and a chat template
+        with needs_extra("export"):
+            its = open_tokenizer(bundle.folder, folder)
+        if (what := difference(tokenizer_of(bundle), its)) is not None:
+            raise InputError(f"{folder} and {bundle.folder} need different {what}: export the app apart")
     return add_app(bundle, name, folder, Precision(args.adapter_precision))
-
-
-def _check_tokenizer(bundle: Bundle, adapter: Path) -> None:
-    """Raise InputError for an adapter that brings another tokenizer or chat template than the bundle has."""
-    if tokenizer_folder(bundle.folder, adapter) == bundle.folder:
-        return
-    with needs_extra("export"):
-        its = open_tokenizer(bundle.folder, adapter)
-    if (what := difference(tokenizer_of(bundle), its)) is not None:
-        raise InputError(f"{adapter} and {bundle.folder} need different {what}: export the app apart")
 
 
 def _remove_app(args: argparse.Namespace) -> str:

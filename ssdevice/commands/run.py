@@ -155,11 +155,10 @@ class Trace:
         for i, token in enumerate(run.tokens):
             line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)
         if run.drafts is not None:
-            colored = self._console.color_system is not None
             for candidates in self._rejected(run.drafts.tolist(), path):
                 text = ALTERNATIVES.join(self._text(token) for token in candidates)
                 line.append(" ")
-                line.append(text if colored else f"[{text}]", style=REJECTED)
+                line.append(text if self._console.color_system is not None else f"[{text}]", style=REJECTED)
         return line
 
     def _rejected(self, drafts: list[list[int]], path: tuple[int, ...]) -> list[list[int]]:

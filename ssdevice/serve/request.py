@@ -54,9 +54,7 @@ class Request:
 
     def style(self, template: str | None) -> ToolStyle | None:
         """How calls in the answer are written; None if there can be none, or in a form that is not read."""
-        if self.forced:
-            return ToolStyle.forced(template)
-        return ToolStyle.of(template) if self.tools else None
+        return ToolStyle.forced(template) if self.forced else ToolStyle.of(template) if self.tools else None
 
 
 def chat_request(content: bytes) -> Request:
@@ -99,9 +97,8 @@ def _parameters(content: bytes, known: Mapping[str, Check], *needed: str) -> dic
             found[name] = known[name](name, value)
         except InputError as error:
             raise Refusal(str(error), param=name, code="invalid_value") from error
-    for name in ("model", *needed):
-        if name not in found:
-            raise Refusal(f"{name} is missing", param=name, code="missing_required_parameter")
+    if missing := [name for name in ("model", *needed) if name not in found]:
+        raise Refusal(f"{missing[0]} is missing", param=missing[0], code="missing_required_parameter")
     return found
 
 

@@ -84,9 +84,8 @@ def library() -> Path | None:
     folders = [] if os.environ.get(FOLDER) else [SOURCES]
     with suppress(InputError):  # a user without a home has built none
         folders.append(_folder())
-    for folder in folders:
-        for file in folder.glob(f"{_name()}*{SUFFIX}"):
-            return file
+    if found := next((file for folder in folders for file in folder.glob(f"{_name()}*{SUFFIX}")), None):
+        return found
     if any(file for folder in folders for file in folder.glob(f"{PREFIX}*")):
         say_once("ssdevice: the kernels on this machine are of another version; `ssdevice kernels` builds them again")
     return None
@@ -104,9 +103,8 @@ def build() -> Path:
         folder.chmod(status.st_mode & ~OTHERS)
     _check_owner(folder)
     file = compiled(folder)
-    for old in folder.glob(f"{PREFIX}*"):
-        if old != file:
-            old.unlink(missing_ok=True)
+    for old in set(folder.glob(f"{PREFIX}*")) - {file}:
+        old.unlink(missing_ok=True)
     return file
 
 
@@ -200,9 +198,13 @@ def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+@cache
 def _name() -> str:
-    """How the name of this version's library for this machine begins."""
-    return f"{PREFIX}{_version()}-{platform.system()}-{platform.machine()}-"
+    """How the name of the library for this machine begins, made of these sources; every engine asks for it."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sources("*.h"):
+        digest.update(path.read_bytes())
+    return f"{PREFIX}{digest.hexdigest()[:16]}-{platform.system()}-{platform.machine()}-"
 
 
 def _folder() -> Path:
@@ -213,12 +215,3 @@ def _folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"
     except RuntimeError as error:
         raise InputError(f"this user has no home directory for the kernels; set {FOLDER} to a folder") from error
-
-
-@cache
-def _version() -> str:
-    """Identifies the sources and how they are compiled; every engine asks for it."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in sources("*.h"):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
