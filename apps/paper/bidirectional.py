@@ -10,8 +10,8 @@ here: the row that chooses would see them. Prompt rows have no streams, but for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -159,11 +159,9 @@ def spoken(
     return [Sample((*ids, *decoder.answer(ids, stop, most, drafting)[0]), len(ids)) for ids in prompts]
 
 
-@contextmanager
-def seeing() -> Iterator[None]:
+def seeing() -> AbstractContextManager[None]:
     """In this context main rows train and are counted with their streams in sight."""
-    with answers.losing(SeeingLoss):
-        yield
+    return answers.losing(SeeingLoss)
 
 
 def main(words: Sequence[str] | None = None) -> None:
