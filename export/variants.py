@@ -45,9 +45,8 @@ def check_slots(plan: ExportPlan) -> None:
     for folder in (app.folder for app in plan.apps if app.folder is not None and app.has_lora):
         for kind, name in AdapterWeights.read(folder).factors:
             if kind is SlotKind.LORA and not name.startswith(layers):
-                raise UnsupportedModelError(
-                    f"{folder}: its LoRA changes {name}, slots are for linears of layers: export this app by itself"
-                )
+                what = f"its LoRA changes {name}, slots are for linears of layers"
+                raise UnsupportedModelError(f"{folder}: {what}: export this app by itself")
 
 
 def template(job: ExportJob, variant: Variant) -> ExportJob:

@@ -117,10 +117,8 @@ def _example(fields: Any, where: str, require_completion: bool) -> Example:
         if prompt is not None or completion is not None:
             raise InputError(f"{where}: give either 'messages' or 'prompt' and 'completion', not both")
         if (roles := tuple(turn.role for turn in row.messages)) not in ROLES:
-            raise InputError(
-                f"{where}: messages by {str(roles)[:80]}; an example is one exchange: an optional system message, one "
-                "of the user, then one of the assistant"
-            )
+            one = "an optional system message, one of the user, then one of the assistant"
+            raise InputError(f"{where}: messages by {str(roles)[:80]}; an example is one exchange: {one}")
         said = {turn.role: turn.content for turn in row.messages}
         prompt, completion, system = said["user"], said.get("assistant"), said.get("system")
     if prompt is None or (completion is None and require_completion):

@@ -59,9 +59,8 @@ def load(module: str) -> Any:
     except Exception as error:  # modules of other packages may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
             raise
-        raise ConfigError(
-            f"{module} cannot be loaded ({first_line(error)}); repair or uninstall the package of this target"
-        ) from error
+        what = f"{module} cannot be loaded ({first_line(error)})"
+        raise ConfigError(f"{what}; repair or uninstall the package of this target") from error
 
 
 def _read_entry_points() -> None:

@@ -65,10 +65,8 @@ def compare_logits(model: StreamModel, expected: Expected, whose: str) -> None:
         if not value <= allowed:
             again = float(((our_logits(model, expected.tokens, first) - ours).abs().amax(-1) / size).max())
             if again > SAME:
-                raise ParityError(
-                    f"{whose}: the same logits, computed twice, differ by {again:.2g} of their standard deviation: "
-                    "torch or this machine is at fault, not the model; try again"
-                )
+                what = f"the same logits, computed twice, differ by {again:.2g} of their standard deviation"
+                raise ParityError(f"{whose}: {what}: torch or this machine is at fault, not the model; try again")
             raise ParityError(
                 f"{whose}: the logits at token {first + row + 1} of a text of {len(expected.tokens)} differ from those "
                 f"of transformers by {value:.2g} of their standard deviation, allowed is {allowed:.2g}: ssdevice does "

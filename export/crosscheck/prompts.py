@@ -44,9 +44,8 @@ def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
     if (shipped := as_shipped(folder, opened)) is not opened:
         rebuilt, reference = found, _Reference(shipped, tokenizer.plain, tokenizer.chat.variables)
         if (found := _first_difference(bundled, reference, cases) or _prefix_conflict(folder, shipped)) is None:
-            return (
-                f"{type(opened).__name__} of transformers does not split texts as {TOKENIZER_FILE} says: {rebuilt}",
-            )
+            what = f"{type(opened).__name__} of transformers does not split texts as {TOKENIZER_FILE} says"
+            return (f"{what}: {rebuilt}",)
     raise InputError(f"{folder}: the tokenizer differs from that of transformers: {found}")
 
 

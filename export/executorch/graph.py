@@ -99,10 +99,8 @@ def delegation(name: str, program: ExportedProgram) -> str:
     operators = [one for one in found.delegation_by_operator.values() if not any(free in one.op_type for free in FREE)]
     outside = Counter({one.op_type: one.non_delegated for one in operators if one.non_delegated})
     most = ", ".join(f"{operator} {count}" for operator, count in outside.most_common(SHOWN))
-    return (
-        f"{name}: {found.num_delegated_nodes} operators in {found.num_delegated_subgraphs} delegates, "
-        f"{outside.total()} outside (most: {most})"
-    )
+    inside = f"{found.num_delegated_nodes} operators in {found.num_delegated_subgraphs} delegates"
+    return f"{name}: {inside}, {outside.total()} outside (most: {most})"
 
 
 def _name(node: fx.Node) -> str:

@@ -87,10 +87,8 @@ def check_apps(plan: ExportPlan) -> AppPlan:
         if app.settings is None and first.variant.lora:
             continue  # a LoRA without streams decodes plainly in the same slots
         if app.variant != first.variant:
-            raise ConfigError(
-                f"apps {first.name!r} ({first.variant.described}) and {app.name!r} ({app.variant.described}) "
-                "cannot share one ExecuTorch program; export a bundle for each"
-            )
+            both = f"{first.name!r} ({first.variant.described}) and {app.name!r} ({app.variant.described})"
+            raise ConfigError(f"apps {both} cannot share one ExecuTorch program; export a bundle for each")
     return first
 
 

@@ -56,10 +56,9 @@ def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[
     for number, weight in enumerate(stored):
         if (at := next((i for i, (_, linear) in enumerate(left) if _same(weight, linear)), None)) is None:
             alike = next((name for name, linear in left if weight.shape == tuple(linear.weight.shape)), "any linear")
-            raise ParityError(
-                f"{method}: product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}, has another "
-                f"weight than {alike} and those after it: ExecuTorch stored something else than it was given"
-            )
+            what = f"product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}"
+            why = f"has another weight than {alike} and those after it"
+            raise ParityError(f"{method}: {what}, {why}: ExecuTorch stored something else than it was given")
         del left[at]
         release()
 

@@ -198,9 +198,8 @@ class Follower:
         product, theirs = self._waiting[id(module)].pop(0), flat(output)
         chosen = self._rows_of(module, product.inputs, flat(inputs[0]))
         if product.outputs.shape[-1] != theirs.shape[-1]:
-            raise ParityError(
-                f"{self.where}: {self._place(module)} has {product.outputs.shape[-1]} columns, not {theirs.shape[-1]}"
-            )
+            columns = f"{product.outputs.shape[-1]} columns, not {theirs.shape[-1]}"
+            raise ParityError(f"{self.where}: {self._place(module)} has {columns}")
         if not self._rounding:
             x = _with_rows(inputs[0], chosen, product.inputs)  # as they were before the module quantized them
             again = partial(self._again, module, inputs[1:], chosen)

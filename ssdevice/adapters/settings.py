@@ -124,10 +124,8 @@ class AdapterFolder(Adapter):
                 raise InputError(f"{folder}: {weights} without {described}; copy the whole adapter folder")
         settings = read_settings(folder) if has_streams else None
         if settings is not None and settings.streams.trains_lora and not has_lora:
-            raise InputError(
-                f"{folder}: trained with a LoRA of rank {settings.streams.lora_rank}, but there is no {PEFT_CONFIG}; "
-                "copy the whole adapter folder"
-            )
+            what = f"trained with a LoRA of rank {settings.streams.lora_rank}, but there is no {PEFT_CONFIG}"
+            raise InputError(f"{folder}: {what}; copy the whole adapter folder")
         if settings is not None and base is not None:
             settings.base.check(base, f"adapter {folder}")
         return cls(folder, settings, has_lora)

@@ -163,9 +163,8 @@ class SlotLayout:
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"schema_version is {self.schema_version}, expected {SCHEMA_VERSION}: export the bundle again"
-            )
+            what = f"schema_version is {self.schema_version}, expected {SCHEMA_VERSION}"
+            raise ConfigError(f"{what}: export the bundle again")
 
     def variant(self, name: str) -> Variant | None:
         return next((variant for variant in self.variants if variant.name == name), None)

@@ -45,9 +45,8 @@ def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
         raise InputError(f"{folder}: layer_replication changes the base model; it is not supported")
     start = config.get("init_lora_weights", True)
     if str(start).startswith(RANDOM_START):
-        raise InputError(
-            f"{folder}: init_lora_weights={str(start)[:40]!r} changes the base at random; convert it to a plain LoRA"
-        )
+        what = f"init_lora_weights={str(start)[:40]!r} changes the base at random"
+        raise InputError(f"{folder}: {what}; convert it to a plain LoRA")
     for option, value in config.items():
         if value and option not in PLAIN | MERGED | {"layer_replication"}:
             raise InputError(f"{folder}: this version does not know the LoRA option {option[:60]!r}")
@@ -59,9 +58,8 @@ def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
     if start not in PLAIN_STARTS:
         wanted.append(f"init_lora_weights={str(start)[:40]!r}")
     if wanted:
-        raise UnsupportedModelError(
-            f"{folder}: {wanted[0]} does not fit into a slot of a shared base; export this app by itself"
-        )
+        what = f"{wanted[0]} does not fit into a slot of a shared base"
+        raise UnsupportedModelError(f"{folder}: {what}; export this app by itself")
 
 
 @dataclass(frozen=True)
@@ -133,10 +131,9 @@ def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], 
         rank = len(factors.down)
         if (factors.down.shape, factors.up.shape) != ((rank, slot.inputs), (outputs, rank)) or 0 < slot.rank < rank:
             limit = f" and a rank of at most {slot.rank}" if slot.rank else ""
-            raise InputError(
-                f"{folder}: the factors of {source!r} have shapes {list(factors.down.shape)} and "
-                f"{list(factors.up.shape)}, its slot takes {slot.inputs} inputs, {outputs} outputs{limit}"
-            )
+            shapes = f"{list(factors.down.shape)} and {list(factors.up.shape)}"
+            takes = f"its slot takes {slot.inputs} inputs, {outputs} outputs{limit}"
+            raise InputError(f"{folder}: the factors of {source!r} have shapes {shapes}, {takes}")
         padding = (0, max(slot.rank - rank, 0)), (0, 0)
         downs.append(np.pad(factors.down, padding).T)
         tensors[spec.name] = np.ascontiguousarray(np.pad(factors.up.T, padding))
@@ -196,8 +193,6 @@ def _factors(file: Path, tensors: Mapping[str, Array], down: str, up: str) -> di
             raise InputError(f"{file}: the factors of {name!r} have shapes {list(first.shape)}, {list(second.shape)}")
         found[name] = Factors(first, second)
     if others := tensors.keys() - {name + suffix for name in found for suffix in (down, up)}:
-        raise InputError(
-            f"{file}: unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears: "
-            "export this app by itself"
-        )
+        what = f"unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears"
+        raise InputError(f"{file}: {what}: export this app by itself")
     return found

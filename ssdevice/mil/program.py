@@ -181,10 +181,9 @@ class _Compiler:
             if operation.kind in (READ_STATE, WRITE_STATE):
                 steps.append(self._state_step(operation, where))
             elif kernel is None:
-                raise UnsupportedOpError(
-                    f"{where}: operation {operation.kind!r} is not supported by the interpreter; "
-                    f"export the bundle again if the package was edited, otherwise run it on a Mac"
-                )
+                what = f"operation {operation.kind!r} is not supported by the interpreter"
+                how = "export the bundle again if the package was edited, otherwise run it on a Mac"
+                raise UnsupportedOpError(f"{where}: {what}; {how}")
             elif kernel.weight:
                 self._decompress(self._step(operation, kernel, where), where)
             else:

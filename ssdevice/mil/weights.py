@@ -122,7 +122,6 @@ class BlobFile:
         if size != needed or (dtype.packed and size * 8 - padding != count * dtype.bits):
             raise BundleError(f"{where} has {size} bytes, {count} elements of {dtype.name} need {needed}")
         if start % ALIGNMENT or start < _HEADER.size or start > self.size or size > self.size - start:
-            raise BundleError(
-                f"{where} needs bytes {start}..{start + size}, the file has {self.size}: it was cut short or edited"
-            )
+            what = f"{where} needs bytes {start}..{start + size}, the file has {self.size}"
+            raise BundleError(f"{what}: it was cut short or edited")
         return np.frombuffer(self._data, np.uint8, size, start)

@@ -63,9 +63,7 @@ def check_values(file: Path, name: str, value: Tensor) -> None:
     """Raise InputError for values that are not finite, and for a tensor of integers or of floats of 8 bits."""
     if value.dtype not in FLOATS:
         kind = str(value.dtype).removeprefix("torch.")
-        raise InputError(
-            f"{file}: tensor {name!r} is {kind}, as quantized weights are: save the adapter in float32, float16 or "
-            "bfloat16"
-        )
+        what = f"tensor {name!r} is {kind}, as quantized weights are"
+        raise InputError(f"{file}: {what}: save the adapter in float32, float16 or bfloat16")
     if not torch.isfinite(value).all():
         raise InputError(f"{file}: tensor {name!r} has values that are not finite")

@@ -40,9 +40,8 @@ class Backbone(nn.Module):
         self.family = family = family_of(config.model_type)
         for key, values in family.refuse.items():
             if getattr(config, key, values[0]) not in values:
-                raise UnsupportedModelError(
-                    f"{config.model_type} with {key} = {getattr(config, key)} is not supported, only with {values[-1]}"
-                )
+                what = f"{config.model_type} with {key} = {getattr(config, key)} is not supported"
+                raise UnsupportedModelError(f"{what}, only with {values[-1]}")
         decoder = hf.get_submodule(family.decoder)
         config._attn_implementation = attention.NAME
         self.embed_tokens = getattr(decoder, family.embed)
@@ -76,10 +75,8 @@ class Backbone(nn.Module):
         if (fixed := _positions_of_one_rope(self.config, rotary)) is not None:
             if context > fixed:
                 kinds = ", ".join(sorted(set(_rope_types(rotary).values())))
-                raise UnsupportedModelError(
-                    f"the rotary embedding changes with the length beyond {fixed} positions (rope type {kinds}): "
-                    f"export with a context of at most {fixed}, not {context}"
-                )
+                what = f"the rotary embedding changes with the length beyond {fixed} positions (rope type {kinds})"
+                raise UnsupportedModelError(f"{what}: export with a context of at most {fixed}, not {context}")
             where = where.clamp(max=context - 1)
         if where.is_meta:  # a plan has no values, at which some rotary embeddings look
             return
@@ -203,10 +200,8 @@ def _layer_types(config: Any, family: Family, layers: int) -> list[str]:
     """``full_attention`` or ``sliding_attention`` of each layer, as the family's own forward reads its config."""
     types = getattr(config, "layer_types", None) or []
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError(
-            f"{config.model_type} with layers of type {', '.join(sorted(unknown))} is not supported: "
-            "every layer must be full_attention or sliding_attention"
-        )
+        what = f"{config.model_type} with layers of type {', '.join(sorted(unknown))} is not supported"
+        raise UnsupportedModelError(f"{what}: every layer must be full_attention or sliding_attention")
     if family.sliding is Sliding.BY_LAYER_TYPE:
         return list(types)
     slides = family.sliding is Sliding.ALWAYS and config.sliding_window is not None

@@ -118,9 +118,8 @@ def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Famil
     hint = f": it has {missing}" if missing else ""
     if not missing and all(keys & (config or {}).keys() for keys in _DENSE):
         hint = " yet: a dense decoder like this one may need only an entry in ssdevice/model/families.py"
-    raise UnsupportedModelError(
-        f"model family {model_type!r} is not supported{hint}; supported: {', '.join(sorted(FAMILIES))}"
-    )
+    supported = ", ".join(sorted(FAMILIES))
+    raise UnsupportedModelError(f"model family {model_type!r} is not supported{hint}; supported: {supported}")
 
 
 def _beyond(config: Mapping[str, Any]) -> list[str]:

@@ -54,9 +54,8 @@ def resolve_folder(model: str) -> Path:
         weights = [WHOLE, *(shards(index) if index.is_file() else [])]  # a repository may hold them in other forms too
         return Path(snapshot_download(model, allow_patterns=weights))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(
-            f"--model {model}: no such folder, and the hub does not provide it ({first_line(error)})"
-        ) from error
+        what = f"no such folder, and the hub does not provide it ({first_line(error)})"
+        raise InputError(f"--model {model}: {what}") from error
 
 
 SIZES = {
@@ -72,10 +71,9 @@ def read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     if (folder / PEFT_CONFIG).is_file():
-        raise InputError(
-            f"{folder}: has an adapter beside the model ({PEFT_CONFIG}), which AutoModel would apply: move it and "
-            f"{PEFT_WEIGHTS} to a folder of their own and name that with --adapter, or remove them"
-        )
+        what = f"has an adapter beside the model ({PEFT_CONFIG}), which AutoModel would apply"
+        how = f"move it and {PEFT_WEIGHTS} to a folder of their own and name that with --adapter, or remove them"
+        raise InputError(f"{folder}: {what}: {how}")
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")
@@ -132,9 +130,8 @@ def load_base(
         raise InputError(f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json")
     if names := sorted(found["missing_keys"]):
         wrapped = wrapper_note(names, found["unexpected_keys"])
-        raise InputError(
-            f"{folder}: the weights lack {names[0]} and {len(names) - 1} more that config.json asks for{wrapped}"
-        )
+        lacking = f"{names[0]} and {len(names) - 1} more that config.json asks for"
+        raise InputError(f"{folder}: the weights lack {lacking}{wrapped}")
     for name in sorted(found["unexpected_keys"]):
         if (layer := LAYER.match(name)) and int(layer[1]) >= config.num_hidden_layers:
             raise InputError(f"{folder}: the weights have {name}, config.json only {config.num_hidden_layers} layers")

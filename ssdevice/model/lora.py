@@ -58,10 +58,9 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
         raise InputError(f"{adapter}: the PEFT adapter cannot be merged ({first_line(error)})") from error
     for name, module in merged.named_modules():
         if type(module).__module__.startswith("peft."):  # one layer inside another: only the outer one is merged
-            raise InputError(
-                f"{adapter}: PEFT does not merge {name}, which the adapter changes in two ways: "
-                "trainable_token_indices (of a tied head too) and a LoRA or modules_to_save; train it in one way only"
-            )
+            ways = "trainable_token_indices (of a tied head too) and a LoRA or modules_to_save"
+            what = f"PEFT does not merge {name}, which the adapter changes in two ways: {ways}"
+            raise InputError(f"{adapter}: {what}; train it in one way only")
     return merged
 
 
@@ -76,9 +75,8 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
             continue
         base = getattr(module, "base_layer", None)
         if not isinstance(module, Linear) or not isinstance(base, nn.Linear):
-            raise UnsupportedModelError(
-                f"{adapter}: {name} is a {type(base).__name__}; slots are for linears: export this app by itself"
-            )
+            what = f"{name} is a {type(base).__name__}; slots are for linears"
+            raise UnsupportedModelError(f"{adapter}: {what}: export this app by itself")
         down = cast(Tensor, module.lora_A["default"].weight)
         up = cast(Tensor, module.lora_B["default"].weight)
         low = LowRank(base.in_features, base.out_features, down.shape[0])
@@ -127,9 +125,8 @@ def check_peft(folder: Path, apart: bool = False, vocab: int | None = None) -> N
     check_options(folder, config, apart)
     weights = folder / PEFT_WEIGHTS
     if not weights.is_file():
-        raise InputError(
-            f"{folder}: no {PEFT_WEIGHTS}; if it has other files, save it again with PEFT (save_pretrained)"
-        )
+        how = "if it has other files, save it again with PEFT (save_pretrained)"
+        raise InputError(f"{folder}: no {PEFT_WEIGHTS}; {how}")
     largest = _check_weights(weights, vocab)
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name), (dict, type(None))):
@@ -150,10 +147,9 @@ def _check_weights(file: Path, vocab: int | None) -> int:
                 value = tensors.get_tensor(name)
                 check_values(file, name, value)
                 if vocab is not None and EMBEDDING.search(name) and (found := len(value)) != vocab:
-                    raise InputError(
-                        f"{file.parent}: {name} is for a vocabulary of {found} tokens, the model has {vocab}: resize "
-                        f"the model as it was for training (resize_token_embeddings({found})) and save it"
-                    )
+                    what = f"{name} is for a vocabulary of {found} tokens, the model has {vocab}"
+                    how = f"resize the model as it was for training (resize_token_embeddings({found})) and save it"
+                    raise InputError(f"{file.parent}: {what}: {how}")
                 if "lora_A" in name or "lora_embedding_A" in name:
                     largest = max(largest, *value.shape[:1])
     except (OSError, SafetensorError, TypeError, ValueError, OverflowError, NotImplementedError) as error:

@@ -54,10 +54,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                     entry = tensors.get_slice(name)
                     found[name] = Stored(file, entry.get_dtype(), tuple(entry.get_shape()))
         except SafetensorError as error:
-            raise InputError(
-                f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)}): "
-                "it was cut short or is something else; get it again"
-            ) from error
+            what = f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)})"
+            raise InputError(f"{what}: it was cut short or is something else; get it again") from error
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS and _harmless(name) is None:
             raise InputError(f"{folder}: {name} is stored as {tensor.dtype}, as quantized weights are: {_WANTED}")

@@ -47,10 +47,8 @@ def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
     if adapter is None or not own:
         return model
     if TOKENIZER_FILE not in own:
-        raise ConfigError(
-            f"{adapter}: {own[0]} without {TOKENIZER_FILE} is a part of a tokenizer: save the whole tokenizer of the "
-            f"adapter there, or remove {own[0]} to use the model's"
-        )
+        how = f"save the whole tokenizer of the adapter there, or remove {own[0]} to use the model's"
+        raise ConfigError(f"{adapter}: {own[0]} without {TOKENIZER_FILE} is a part of a tokenizer: {how}")
     return adapter
 
 
@@ -67,9 +65,8 @@ def open_tokenizer(
     template = opened.chat_template
     if isinstance(template, dict):
         if "default" not in template:
-            raise ConfigError(
-                f"{folder}: several chat templates and no default; write the one to use to {folder / TEMPLATE_FILE}"
-            )
+            how = f"write the one to use to {folder / TEMPLATE_FILE}"
+            raise ConfigError(f"{folder}: several chat templates and no default; {how}")
         template = template["default"]
     stops = [*read_eos_ids(model), *([opened.eos_token_id] if opened.eos_token is not None else [])]
     content = _hidden_as_special(opened.backend_tokenizer).to_str()
@@ -84,10 +81,8 @@ def as_transformers(folder: Path) -> Any:
         raise ConfigError(f"{folder}: no such folder; expected a Hugging Face model folder")
     file = folder / TOKENIZER_FILE
     if not file.is_file():
-        raise ConfigError(
-            f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
-            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-        )
+        how = "make one with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        raise ConfigError(f"{folder}: no {TOKENIZER_FILE}; {how}")
     check_no_pointer(file)
     try:
         opened = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -105,10 +100,8 @@ def as_transformers(folder: Path) -> Any:
             raise ConfigError(f"{folder / TEMPLATE_FILE}: not UTF-8 text (byte {error.start})") from error
         raise ConfigError(f"{folder}: transformers cannot open its tokenizer ({typed_line(error)})") from error
     if not isinstance(opened, PreTrainedTokenizerFast):
-        raise ConfigError(
-            f"{folder}: its tokenizer class {type(opened).__name__} does not use {TOKENIZER_FILE}, and a bundle can "
-            "hold no other tokenizer"
-        )
+        what = f"its tokenizer class {type(opened).__name__} does not use {TOKENIZER_FILE}"
+        raise ConfigError(f"{folder}: {what}, and a bundle can hold no other tokenizer")
     return opened
 
 
@@ -127,17 +120,13 @@ def as_shipped(folder: Path, opened: Any) -> Any:
 def _check_options(folder: Path, opened: Any) -> None:
     """Raise ConfigError for options that ``tokenizer.json`` cannot hold."""
     if opened.split_special_tokens:
-        raise ConfigError(
-            f"{folder / TOKENIZER_CONFIG_FILE}: 'split_special_tokens' would read the marks of the chat template as "
-            "text; set it to false"
-        )
+        what = "'split_special_tokens' would read the marks of the chat template as text"
+        raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: {what}; set it to false")
     forced = opened.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     bpe = type(opened.backend_tokenizer.model).__name__ == "BPE"
     if opened.clean_up_tokenization_spaces and (forced or not bpe):
-        raise ConfigError(
-            f"{folder / TOKENIZER_CONFIG_FILE}: 'clean_up_tokenization_spaces' takes back spaces that an answer has "
-            "shown already; set it to false"
-        )
+        what = "'clean_up_tokenization_spaces' takes back spaces that an answer has shown already"
+        raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: {what}; set it to false")
 
 
 def _hidden_as_special(backend: "Tokenizer") -> "Tokenizer":
@@ -179,10 +168,9 @@ def check_vocabulary(tokenizer: ChatTokenizer, vocab: int, folder: Path) -> None
     if min(tokenizer.stop_ids) >= vocab:
         raise ConfigError(f"{folder}: no token that ends an answer is among the {vocab} of the model")
     if beyond := [i for i in tokenizer.chat_ids(Chat(PROMPT)) if i >= vocab]:
-        raise ConfigError(
-            f"{folder}: the chat format uses token {tokenizer.tokenizer.id_to_token(beyond[0])!r} with id {beyond[0]}, "
-            f"the model has {vocab} tokens: this tokenizer belongs to another model"
-        )
+        used = f"token {tokenizer.tokenizer.id_to_token(beyond[0])!r} with id {beyond[0]}"
+        what = f"the chat format uses {used}, the model has {vocab} tokens"
+        raise ConfigError(f"{folder}: {what}: this tokenizer belongs to another model")
 
 
 def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:

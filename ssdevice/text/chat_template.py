@@ -146,10 +146,8 @@ def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
         if ids and ids == whole.ids[: words[-1] + 1]:
             first, line = Frame(opening + space, "", trim), Frame("\n", "")
             return Frames(first, system=first, after_system=line, user=line, assistant=Frame("", ""), answer="")
-    raise ConfigError(
-        f"{folder}: no chat template, and none can be made that begins a prompt as its tokenizer does; write the "
-        f"model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}"
-    )
+    what = "no chat template, and none can be made that begins a prompt as its tokenizer does"
+    raise ConfigError(f"{folder}: {what}; write the model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}")
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:

@@ -65,10 +65,9 @@ class Renderer:
             self.close()
             # A frozen app (PyInstaller) has no interpreter: sys.executable is the app, which would start itself again.
             if getattr(sys, "frozen", False) or not sys.executable or not PROGRAM.is_file():
-                raise ConfigError(
-                    "chat templates are rendered by an interpreter of Python, which this app does not have: export the "
-                    "bundle with a chat template that only puts texts around messages"
-                )
+                what = "chat templates are rendered by an interpreter of Python, which this app does not have"
+                how = "export the bundle with a chat template that only puts texts around messages"
+                raise ConfigError(f"{what}: {how}")
             # -P: a jinja2.py in the current folder is none of ours.
             command = [sys.executable, "-P", str(PROGRAM), str(self.seconds), str(self.memory)]
             window = getattr(subprocess, "CREATE_NO_WINDOW", 0)

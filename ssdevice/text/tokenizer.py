@@ -48,10 +48,9 @@ def check_instruction(tokenizer: "ChatTokenizer", app: str, instruction: str, co
     ids = tokenizer.prompt_ids(PROBE, instruction=instruction)
     if len(ids) >= context:
         what = f"the instruction of app {app!r} and the chat template" if instruction else "the chat template"
-        raise InputError(
-            f"{what} take {len(ids)} tokens, which leaves no room for an answer in a context of {context}: "
-            "export with a larger --context, or train the app with a shorter --instruction"
-        )
+        how = "export with a larger --context, or train the app with a shorter --instruction"
+        takes = f"take {len(ids)} tokens, which leaves no room for an answer in a context of {context}"
+        raise InputError(f"{what} {takes}: {how}")
 
 
 class ChatTokenizer:
@@ -65,10 +64,8 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, *, plain: bool = False) -> None:
         self.tokenizer, self.chat, self.plain = tokenizer, chat, plain
         if not chat.stop_ids:
-            raise ConfigError(
-                "the chat format has no stop token: set 'eos_token_id' in generation_config.json, or 'eos_token' in "
-                f"{TOKENIZER_CONFIG_FILE}"
-            )
+            how = f"set 'eos_token_id' in generation_config.json, or 'eos_token' in {TOKENIZER_CONFIG_FILE}"
+            raise ConfigError(f"the chat format has no stop token: {how}")
         self._template, self._texts = chat.writer, TokenTexts(tokenizer)
 
     @classmethod
@@ -163,10 +160,9 @@ class ChatTokenizer:
         opening, found, closing = text.rpartition(PROBE)
         end = _first_special(self.tokenizer, closing) if found else None
         if end is None:
-            raise ConfigError(
-                "the chat template does not end a user's turn with a special token, so the model cannot write prompts "
-                "(--self-prompt); give --data with --self-distill instead"
-            )
+            what = "the chat template does not end a user's turn with a special token"
+            how = "give --data with --self-distill instead"
+            raise ConfigError(f"{what}, so the model cannot write prompts (--self-prompt); {how}")
         return self.encode(opening), end
 
     @cached_property
@@ -192,9 +188,8 @@ class ChatTokenizer:
         to a text without a template. ``most``: how many tokens fit. A text that must have more raises
         ContextOverflowError unread: tokens take many times the memory of a text."""
         if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
-            raise ContextOverflowError(
-                f"the prompt has {len(text)} characters, far more than the {most} tokens of the context; shorten it"
-            )
+            what = f"the prompt has {len(text)} characters, far more than the {most} tokens of the context"
+            raise ContextOverflowError(f"{what}; shorten it")
         with tokenizer_errors("the tokenizer cannot encode the prompt"):
             try:
                 return list(self.tokenizer.encode(text, add_special_tokens=special).ids)

@@ -47,9 +47,8 @@ def check_sizes(content: bytes, where: str) -> None:
     lists = [entry for entry in vocab if entry and isinstance(entry, list)] if isinstance(vocab, list) else []
     pieces = [len(str(entry[0]).encode(errors="replace")) for entry in lists]
     if max(pieces, default=0) > MAX_PIECE or sum(pieces) > MAX_PIECES:
-        raise ConfigError(
-            f"{where}: more than {MAX_PIECE} bytes in one piece of its vocabulary, or {MAX_PIECES} in all"
-        )
+        what = f"more than {MAX_PIECE} bytes in one piece of its vocabulary, or {MAX_PIECES} in all"
+        raise ConfigError(f"{where}: {what}")
 
 
 def _check_table(text: Any, where: str) -> None:

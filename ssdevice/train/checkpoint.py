@@ -35,10 +35,8 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
     removed, so that its command can be corrected. Raises InputError if another run is unfinished or at work there."""
     file = folder / UNFINISHED / "run"
     if file.is_file() and file.read_bytes() != fingerprint.encode():
-        raise InputError(
-            f"{folder} holds an unfinished run with other options or data; "
-            f"repeat its command to finish it, or delete {file.parent} to start over"
-        )
+        how = f"repeat its command to finish it, or delete {file.parent} to start over"
+        raise InputError(f"{folder} holds an unfinished run with other options or data; {how}")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(fingerprint, "utf-8")
     try:

@@ -35,10 +35,8 @@ def dev_prompts(options: TrainOptions, examples: list[Example], tokenizer: ChatT
     prompts = [tokenizer.prompt_ids(e.prompt, instruction=options.instruction, system=e.system) for e in examples]
     fitting = [Sample(tuple(ids), len(ids)) for ids in prompts if len(ids) <= longest]
     if examples and not fitting:
-        raise InputError(
-            f"--dev {options.dev}: none of the {len(examples)} prompts has {longest} tokens or fewer, half of "
-            f"--max-length; the shortest has {min(map(len, prompts))}"
-        )
+        what = f"none of the {len(examples)} prompts has {longest} tokens or fewer, half of --max-length"
+        raise InputError(f"--dev {options.dev}: {what}; the shortest has {min(map(len, prompts))}")
     return fitting
 
 

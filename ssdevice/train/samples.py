@@ -91,10 +91,8 @@ def self_prompts(job: Job, backbone: Backbone, wanted: int) -> list[str]:
         if len(prompts) >= wanted:
             return prompts[:wanted]
         if attempts >= ATTEMPTS * wanted + 64:
-            raise InputError(
-                f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and complete: ask for fewer "
-                "with --self-prompt, or give --data with --self-distill"
-            )
+            what = f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and complete"
+            raise InputError(f"{what}: ask for fewer with --self-prompt, or give --data with --self-distill")
         # The size of a round is fixed, so that a resumed run makes the same attempts.
         attempts += wanted - len(prompts) + 16
 
