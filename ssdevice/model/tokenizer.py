@@ -52,9 +52,7 @@ def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
     return adapter
 
 
-def open_tokenizer(
-    model: Path, adapter: Path | None = None, *, variables: dict[str, Any] | None = None
-) -> ChatTokenizer:
+def open_tokenizer(model: Path, adapter: Path | None = None) -> ChatTokenizer:
     """The tokenizer and chat format of a model's folder, or of an adapter's that brings its own. Without a template
     prompts are used as they are (``plain``). Stop tokens are those of the model's ``generation_config.json`` (else
     ``config.json``), ``eos_token``, and the special token that the template puts after an answer. Raises ConfigError
@@ -70,7 +68,7 @@ def open_tokenizer(
         template = template["default"]
     stops = [*read_eos_ids(model), *([opened.eos_token_id] if opened.eos_token is not None else [])]
     content = _hidden_as_special(opened.backend_tokenizer).to_str()
-    return ChatTokenizer.of_model(content.encode(), folder, template, dict(opened.special_tokens_map), stops, variables)
+    return ChatTokenizer.of_model(content.encode(), folder, template, dict(opened.special_tokens_map), stops)
 
 
 def as_transformers(folder: Path) -> Any:
@@ -92,10 +90,10 @@ def as_transformers(folder: Path) -> Any:
         load_tokenizer(file.read_bytes(), str(file))
         extra = read_object(folder / SPECIAL_TOKENS_FILE).get("additional_special_tokens")
         if isinstance(extra, list) and any(isinstance(token, dict) for token in extra):
-            raise ConfigError(
-                f"{folder / SPECIAL_TOKENS_FILE}: 'additional_special_tokens' has tables of flags, which transformers "
-                f"{version('transformers')} cannot open: list only texts there; flags belong into {TOKENIZER_FILE}"
-            ) from error
+            what = f"tables of flags, which transformers {version('transformers')} cannot open"
+            how = f"list only texts there; flags belong into {TOKENIZER_FILE}"
+            where = f"{folder / SPECIAL_TOKENS_FILE}: 'additional_special_tokens'"
+            raise ConfigError(f"{where} has {what}: {how}") from error
         if isinstance(error, UnicodeDecodeError):
             raise ConfigError(f"{folder / TEMPLATE_FILE}: not UTF-8 text (byte {error.start})") from error
         raise ConfigError(f"{folder}: transformers cannot open its tokenizer ({typed_line(error)})") from error

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tokenizers import Tokenizer
 
@@ -70,13 +70,7 @@ class ChatTokenizer:
 
     @classmethod
     def of_model(
-        cls,
-        tokenizer_json: bytes,
-        folder: Path,
-        template: str | None,
-        special: dict[str, str],
-        stops: Sequence[int],
-        variables: dict[str, Any] | None = None,
+        cls, tokenizer_json: bytes, folder: Path, template: str | None, special: dict[str, str], stops: Sequence[int]
     ) -> Self:
         """The tokenizer of a model in ``folder`` with its chat template (None: prompts are used as they are). The
         special token that the template puts after an answer ends answers, as ``stops`` do."""
@@ -85,7 +79,7 @@ class ChatTokenizer:
         if template is None:
             chat = ChatFormat(None, {}, ends, {}, plain_frames(tokenizer, folder))
         else:
-            chat = ChatFormat(template, special, ends, dict(variables or {})).framed()
+            chat = ChatFormat(template, special, ends).framed()
         # A model that was taught this template ends its answers with what the template puts there.
         if (end := _first_special(tokenizer, _closing_of(chat.writer))) is not None and end not in stops:
             chat = replace(chat, stop_ids=(*chat.stop_ids, end))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -182,9 +183,11 @@ def test_template_is_found_where_older_folders_keep_it(tmp_path: Path) -> None:
 def test_template_variables_reach_the_template(tmp_path: Path) -> None:
     template = CHATML + "{% if add_generation_prompt and enable_thinking is false %}no thoughts{% endif %}"
     folder = write_folder(tmp_path, TOKENIZERS["byte_level"], template)
-    plain = open_tokenizer(folder).prompt_ids("hi")
-    chat = open_tokenizer(folder, variables={"enable_thinking": False})
-    assert chat.decode(chat.prompt_ids("hi")[len(plain) :]) == "no thoughts"
+    plain = open_tokenizer(folder)
+    form = dataclasses.replace(plain.chat, variables={"enable_thinking": False})
+    for stored in (form.framed(), dataclasses.replace(form, frames=None)):
+        chat = ChatTokenizer(plain.tokenizer, stored)
+        assert chat.decode(chat.prompt_ids("hi")[len(plain.prompt_ids("hi")) :]) == "no thoughts"
 
 
 def test_folders_that_cannot_be_used_say_what_is_missing(tmp_path: Path) -> None:
