@@ -7,20 +7,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from coreai.authoring import AIModelAsset
 from coreai.runtime import NDArray as CoreAIArray
 from numpy.typing import NDArray
 
+from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import CHOOSING, KEYS, LOGITS, VALUES, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs, check_cache, rows_of_state
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-
 
 PROGRAM, DIGEST = "main.mlirb", "main.hash"
 """Files of an asset: its functions with their weights, and the sha256 of that file."""
@@ -115,7 +112,7 @@ class CoreAIEngine(Engine):
         self.asset = OpenAsset(asset)
 
     @classmethod
-    def of(cls, bundle: "Bundle", app: str | None) -> Self:
+    def of(cls, bundle: Bundle, app: str | None) -> Self:
         """The engine of an app. Raises BundleError for another cache form, or an asset that does not open."""
         check_cache(bundle, CacheForm.INTERNAL, CACHE_DTYPE)
         return cls(bundle.file(MODEL), bundle.geometry, bundle.function_names(app))

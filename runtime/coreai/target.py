@@ -1,12 +1,8 @@
 """The Core AI target on the runtime side."""
 
-from typing import TYPE_CHECKING
-
+from ssdevice.bundle.folder import Bundle
+from ssdevice.runtime.engine import Engine, EngineOptions
 from ssdevice.runtime.target import RuntimeTarget
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.engine import Engine, EngineOptions
 
 
 class CoreAITarget(RuntimeTarget):
@@ -15,7 +11,7 @@ class CoreAITarget(RuntimeTarget):
     name = "coreai"
     extra = "coreai"
 
-    def open_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine":
+    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
         from ssdevice.runtime.coreai.engine import CoreAIEngine
 
         return CoreAIEngine.of(bundle, app)

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdevice import contract
+from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.integrity import parse_strict
 from ssdevice.contract import KEYS, LOGITS, NEXT_DRAFTS, PREFILL, STATES, VALUES, CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError, needs_extra
@@ -21,9 +22,6 @@ from ssdevice.mil.program import Program as Interpreter
 from ssdevice.mil.reader import Package
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache, rows_of_state
 from ssdevice.runtime.notice import say_once
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
 
 MODEL = "model"
 SETTINGS = "settings"
@@ -115,7 +113,7 @@ class CoreMLCache(Cache):
         return rows_of_state(self.state[KEYS], self.state[VALUES], start, end).astype(np.float32)
 
 
-def open_engine(bundle: "Bundle", app: str | None, options: EngineOptions) -> CoreMLEngine:
+def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> CoreMLEngine:
     """The engine of a Core ML bundle. Raises BundleError for another cache form or another package."""
     check_cache(bundle, CacheForm.INTERNAL)
     names, package = bundle.function_names(app), Package.open(bundle.file(MODEL))

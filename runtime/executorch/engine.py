@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
 from ssdevice import contract
+from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import PREFILL, CacheForm, FunctionSpec, Geometry
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, check_cache, rows_of_state
 from ssdevice.runtime.executorch.program import AdapterSlots, Array, LoadedProgram, explain
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
 
 PROGRAM = "program"
 """Role of the program file."""
@@ -42,7 +40,7 @@ class ExecutorchEngine(Engine):
         }
 
     @classmethod
-    def of(cls, bundle: "Bundle", app: str | None, options: EngineOptions) -> Self:
+    def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> Self:
         """The engine of an app. Raises BundleError for another cache form or a program that does not load."""
         file, found = bundle.file(PROGRAM), bundle.app(app)
         check_cache(bundle, CacheForm.INTERNAL, CACHE_DTYPE)

@@ -8,20 +8,17 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import onnxruntime as ort
 
+from ssdevice.bundle.folder import Bundle
 from ssdevice.contract import TensorSpec
 from ssdevice.errors import BundleError
 from ssdevice.memory import trim_heaps
 from ssdevice.runtime.engine import EngineOptions, Kernel
 from ssdevice.runtime.onnx.adapter import AdapterTensors, fits
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-
 
 TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
 KERNEL = "_kernel_time"
@@ -43,7 +40,7 @@ class SharedBase:
         self._adapters: WeakValueDictionary[str, AdapterTensors] = WeakValueDictionary()
 
     @classmethod
-    def of(cls, bundle: "Bundle", options: EngineOptions) -> "SharedBase":
+    def of(cls, bundle: Bundle, options: EngineOptions) -> "SharedBase":
         files = bundle.manifest.files
         adapters = {path for app in bundle.manifest.apps for path in app.files}
         content = frozenset((path, entry.sha256) for path, entry in files.items() if path not in adapters)

@@ -2,14 +2,11 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ssdevice.bundle.folder import Bundle
 from ssdevice.errors import BundleError
+from ssdevice.runtime.engine import Engine, EngineOptions
 from ssdevice.runtime.target import AppFile, RuntimeTarget
-
-if TYPE_CHECKING:
-    from ssdevice.bundle.folder import Bundle
-    from ssdevice.runtime.engine import Engine, EngineOptions
 
 
 class OnnxTarget(RuntimeTarget):
@@ -19,7 +16,7 @@ class OnnxTarget(RuntimeTarget):
     extra = ""  # ONNX Runtime comes with the package
     heeds = frozenset({"threads", "spinning", "profile", "kernels"})
 
-    def open_engine(self, bundle: "Bundle", app: str | None, options: "EngineOptions") -> "Engine":
+    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> Engine:
         from ssdevice.runtime.onnx.engine import open_engine
 
         return open_engine(bundle, app, options)
@@ -29,7 +26,7 @@ class OnnxTarget(RuntimeTarget):
 
         return kernels.build()
 
-    def check_browser(self, bundle: "Bundle") -> None:
+    def check_browser(self, bundle: Bundle) -> None:
         from ssdevice.bundle.manifest import CacheDtype, Precision
 
         if bundle.manifest.precision is Precision.INT4:
@@ -38,7 +35,7 @@ class OnnxTarget(RuntimeTarget):
         if (dtype := bundle.manifest.cache_dtype) not in (CacheDtype.FP32, CacheDtype.FP16):
             raise BundleError(f"{bundle.folder} has a cache of {dtype}; browsers need float32 or float16")
 
-    def app_file(self, bundle: "Bundle", name: str, folder: Path) -> AppFile:
+    def app_file(self, bundle: Bundle, name: str, folder: Path) -> AppFile:
         from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, write_adapter
 
         return ADAPTER_FILE, partial(write_adapter, base_sha256=bundle.manifest.model.sha256)
