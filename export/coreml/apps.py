@@ -50,10 +50,9 @@ def growth(
         own = set(names.values()) - others
         weights = sum(sizes[place] for place, functions in users.items() if functions <= own)
         graphs = sum(program[name] for name in own)
-        found[app] = (
-            f"app {app} adds {weights + graphs} bytes to the package: {weights} of weights and {graphs} of "
-            f"{len(names)} graphs; its adapter has {adapters[app]} bytes in float16"
-        )
+        parts = f"{weights} of weights and {graphs} of {len(names)} graphs"
+        own_bytes = f"its adapter has {adapters[app]} bytes in float16"
+        found[app] = f"app {app} adds {weights + graphs} bytes to the package: {parts}; {own_bytes}"
     return found
 
 

@@ -67,22 +67,20 @@ def compare_logits(model: StreamModel, expected: Expected, whose: str) -> None:
             if again > SAME:
                 what = f"the same logits, computed twice, differ by {again:.2g} of their standard deviation"
                 raise ParityError(f"{whose}: {what}: torch or this machine is at fault, not the model; try again")
-            raise ParityError(
-                f"{whose}: the logits at token {first + row + 1} of a text of {len(expected.tokens)} differ from those "
-                f"of transformers by {value:.2g} of their standard deviation, allowed is {allowed:.2g}: ssdevice does "
-                "not compute this model as transformers does"
-            )
+            what = f"the logits at token {first + row + 1} of a text of {len(expected.tokens)}"
+            how = f"by {value:.2g} of their standard deviation, allowed is {allowed:.2g}"
+            why = "ssdevice does not compute this model as transformers does"
+            raise ParityError(f"{whose}: {what} differ from those of transformers {how}: {why}")
     if expected.chosen is None:
         return
     best, likeliest = ours.max(-1)
     short = (best - ours.gather(1, torch.tensor(expected.chosen)[:, None])[:, 0]) / size
     for row, value in enumerate(short.tolist()):
         if not value <= 2 * allowed:
-            raise ParityError(
-                f"{whose}: generate(do_sample=False) of transformers gives token {expected.chosen[row]} as number "
-                f"{row + 1} of its answer, the likeliest is {int(likeliest[row])}: something in the model's folder "
-                "changes what generate does, and ssdevice does not know it"
-            )
+            given = f"token {expected.chosen[row]} as number {row + 1} of its answer"
+            what = f"generate(do_sample=False) of transformers gives {given}, the likeliest is {int(likeliest[row])}"
+            why = "something in the model's folder changes what generate does, and ssdevice does not know it"
+            raise ParityError(f"{whose}: {what}: {why}")
 
 
 @torch.no_grad()
@@ -135,7 +133,6 @@ def _load(folder: Path, scratch: Path | None) -> Any:
 
     # Not "sdpa", which leaves out what it cannot do, such as Gemma 2's soft cap.
     wanted: Any = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
-    hf: Any
     if scratch is not None:
         hf = load_hf(folder, scratch=scratch)
         hf.set_attn_implementation(wanted["attn_implementation"])

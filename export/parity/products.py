@@ -183,11 +183,10 @@ class Follower:
             allowed = max(allowed, ROUNDING * difference(self._rounded.pop(0), theirs))
         self.worst_rows = max(self.worst_rows, off)
         if not off <= allowed:
-            raise RowsDifferError(
-                f"{self.where}: {self._place(module)} reads rows that differ by {off:.2g} of their size from the "
-                f"model's, allowed is {allowed:.2g}. All products before it are right, so the fault lies "
-                "between them and it: a norm, rotary embedding, mask, cache row, residual or stream identifier"
-            )
+            what = f"reads rows that differ by {off:.2g} of their size from the model's, allowed is {allowed:.2g}"
+            why = "All products before it are right, so the fault lies between them and it"
+            parts = "a norm, rotary embedding, mask, cache row, residual or stream identifier"
+            raise RowsDifferError(f"{self.where}: {self._place(module)} {what}. {why}: {parts}")
 
     def _after(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if self._paused:
@@ -216,11 +215,10 @@ class Follower:
             found = f"by {off:.2g}, allowed is {self.bounds.product:g}"
             if off <= self.bounds.product:
                 found = f"in column {column[0]} by {column[1]:.2g}, allowed is {self.bounds.column:g}"
-            raise ParityError(
-                f"{self.where}: {self._place(module)}: the product of its own rows differs {found}. Its stored weights "
-                "or scales are not the model's, or this CPU's kernel computes something else (integer products that "
-                "saturate): try another --quant"
-            )
+            kernel = "this CPU's kernel computes something else (integer products that saturate): try another --quant"
+            why = f"Its stored weights or scales are not the model's, or {kernel}"
+            what = f"{self._place(module)}: the product of its own rows differs {found}"
+            raise ParityError(f"{self.where}: {what}. {why}")
 
     def _again(self, module: nn.Module, others: tuple[Tensor, ...], chosen: Array, x: Tensor) -> Array:
         """The chosen rows of the reference's product for ``x``, which no artifact has."""

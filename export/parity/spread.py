@@ -80,17 +80,14 @@ class Spread:
         if len(beyond := np.flatnonzero(mine > allowed)):
             at = int(beyond[0])
             part = "values" if at % 2 else "keys"
-            return (
-                f"committed rows, {part} of layer {at // 2}: they differ by {mine[at]:.2g} of their size; two right "
-                f"results of this model differ by {twin[at]:.2g} there, allowed is {allowed[at]:.2g}. What layer "
-                f"{at // 2} reads or its projections are wrong; the bundle was not published"
-            )
+            what = f"committed rows, {part} of layer {at // 2}: they differ by {mine[at]:.2g} of their size"
+            usual = f"two right results of this model differ by {twin[at]:.2g} there, allowed is {allowed[at]:.2g}"
+            why = f"What layer {at // 2} reads or its projections are wrong; the bundle was not published"
+            return f"{what}; {usual}. {why}"
         near = TIE_FACTOR * max(self.changes, default=0.0) + FLOOR * jitter * self.scale
         for differ, margin in self.ties:
             if margin > near:
-                return (
-                    f"{differ} and prefers it by {margin:.3g}; a near-tie of this model is at most {near:.3g}. All "
-                    "committed rows agree, so the fault is in the streams, the head or the choice among candidates; "
-                    "the bundle was not published"
-                )
+                what = f"{differ} and prefers it by {margin:.3g}; a near-tie of this model is at most {near:.3g}"
+                where = "so the fault is in the streams, the head or the choice among candidates"
+                return f"{what}. All committed rows agree, {where}; the bundle was not published"
         return None

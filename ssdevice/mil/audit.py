@@ -58,10 +58,9 @@ def audit(package: Package) -> dict[str, Any]:
     stored = sum(group["bytes"] for group in weights)
     state = sum(kind.dtype.bytes(kind.count) for kind in states.values() if kind.dtype is not None)
     if len(functions) > 1:
-        text = (
-            f"{len(functions)} functions share {stored} bytes of weights on disk; loaded together they may take up to "
-            f"{sum(held['weights'] for held in functions.values())}: memory has been seen to grow with every function"
-        )
+        most = sum(held["weights"] for held in functions.values())
+        together = f"loaded together they may take up to {most}: memory has been seen to grow with every function"
+        text = f"{len(functions)} functions share {stored} bytes of weights on disk; {together}"
         warnings.add("functions-memory", "all functions", "weights", text, SHARED)
     return {
         "specification_version": package.specification_version,

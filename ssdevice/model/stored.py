@@ -88,11 +88,10 @@ def unread_notes(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
     for name in sorted(names):
         kinds.setdefault(_harmless(name) or "", []).append(name)
     if unknown := kinds.get(""):
-        raise InputError(
-            f"{folder}: the model does not read {unknown[0]} and {len(unknown) - 1} more tensors of the weights, so it "
-            "would compute something else than was trained; if they are not needed, save the model without them "
-            "(transformers' from_pretrained and save_pretrained)"
-        )
+        what = f"the model does not read {unknown[0]} and {len(unknown) - 1} more tensors of the weights"
+        why = "so it would compute something else than was trained"
+        how = "if they are not needed, save the model without them (transformers' from_pretrained and save_pretrained)"
+        raise InputError(f"{folder}: {what}, {why}; {how}")
     return tuple(
         f"not read from the weights: {what} ({found[0]} and {len(found) - 1} more tensors)"
         for what, found in kinds.items()
