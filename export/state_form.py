@@ -75,23 +75,15 @@ class InternalCacheForm(nn.Module):
         """From the function's inputs to its outputs; the new rows are written at ``length`` after all reads."""
         module, past = self.module, self.past()
         if isinstance(module, DraftModule):
-            return (self.draft(module, past, *tensors),)
+            return (self.draft(module, past, tensors),)
         outputs, rows = call(self.name, module, tensors, past, self.logits)
         self.commit(rows, tensors[-1])
         # Without streams there are no drafts, and targets do not take tensors without elements.
         return tuple(one for one in outputs if one.shape[0])
 
-    def draft(
-        self,
-        module: DraftModule,
-        past: list[KeyValue],
-        path: Tensor,
-        count: Tensor,
-        token: Tensor,
-        state: Tensor,
-        length: Tensor,
-    ) -> Tensor:
+    def draft(self, module: DraftModule, past: list[KeyValue], tensors: Sequence[Tensor]) -> Tensor:
         """Draft after a verified ``path [A]`` and move its ``count [1]`` rows to the front; ``length`` counts them."""
+        path, count, token, state, length = tensors
         start = length - count
         rows = self.rows_at(start + path)
         drafts = module.model.draft_after(state[None], token, start, count - 1, past, rows, module.k)

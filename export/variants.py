@@ -1,13 +1,12 @@
 """The graphs of a bundle with separate apps: a set for each kind of app, traced with placeholders for adapters."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdevice.adapters.slots import EXAMPLE_RANK, LAYOUT_FILE, SlotKind, SlotLayout, Variant
@@ -23,6 +22,7 @@ from ssdevice.model.families import family_of
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.streams import LowRank, Streams
+from ssdevice.runtime.target import AppFile
 
 
 def variants_of(apps: tuple[AppPlan, ...], names: Sequence[str]) -> list[tuple[Variant, tuple[str, ...]]]:
@@ -64,16 +64,10 @@ def template(job: ExportJob, variant: Variant) -> ExportJob:
     return replace(job, plan=plan, loaded=LoadedModel(plan.identity, model.eval(), None), notes=())
 
 
-def write_slots(
-    plan: ExportPlan,
-    layout: SlotLayout,
-    folder: Path,
-    file: str,
-    write: Callable[[Path, Mapping[str, NDArray[Any]]], None],
-) -> dict[str, App]:
-    """Write the layout, and the tensors of every app to a ``file`` of its own; returns the apps' entries."""
+def write_slots(plan: ExportPlan, layout: SlotLayout, folder: Path, app_file: AppFile) -> dict[str, App]:
+    """Write the layout, and the tensors of every app to a file of its own; returns the apps' entries."""
     (folder / LAYOUT_FILE).write_text(json.dumps(to_json(layout)), encoding="utf-8")
-    found = {}
+    (file, write), found = app_file, {}
     for app in plan.apps:
         variant = layout.variant(app.variant.name)
         assert variant is not None

@@ -20,19 +20,16 @@ ENTRY_POINTS = "ssdevice.targets"
 class Target:
     """Two modules that define ``TARGET``: ``export`` an ``ExportTarget``, ``runtime`` a ``RuntimeTarget``."""
 
-    name: str
     export: str
     runtime: str
 
 
-_registered = {
-    name: Target(name, f"ssdevice.export.{name}.target", f"ssdevice.runtime.{name}.target") for name in BUILT_IN
-}
+_registered = {name: Target(f"ssdevice.export.{name}.target", f"ssdevice.runtime.{name}.target") for name in BUILT_IN}
 
 
 def register(name: str, export: str, runtime: str) -> None:
     """Add a target in this process. Raises ConfigError if another target has this name."""
-    added = Target(name, export, runtime)
+    added = Target(export, runtime)
     if _registered.setdefault(name, added) != added:
         raise ConfigError(f"target {name!r} is registered twice: {_registered[name].export} and {export}")
 

@@ -18,30 +18,25 @@ Anchors = tuple[Tensor, Tensor, Tensor]
 
 def lowest(blocks: Tensor) -> Anchors:
     """The largest magnitude gets code -8, whatever its sign: the scale takes the sign over."""
-    at = blocks.abs().argmax(-1)
-    code = torch.full(at.shape, -8.0)
-    return at, code, _taken(blocks, at) / code
+    return _anchored(blocks, blocks.abs(), -8.0, -8.0)
 
 
 def symmetric(blocks: Tensor) -> Anchors:
     """The largest magnitude gets code -7 or 7; no other code is beyond."""
-    at = blocks.abs().argmax(-1)
-    peak = _taken(blocks, at)
-    code = torch.where(peak < 0, -7.0, 7.0)
-    return at, code, peak / code
+    return _anchored(blocks, blocks.abs(), -7.0, 7.0)
 
 
 def unclipped(blocks: Tensor) -> Anchors:
     """Code -8 for a negative weight or 7 for a positive one, whichever needs the larger scale."""
-    reach = torch.where(blocks < 0, blocks / -8, blocks / 7)
+    return _anchored(blocks, torch.where(blocks < 0, blocks / -8, blocks / 7), -8.0, 7.0)
+
+
+def _anchored(blocks: Tensor, reach: Tensor, negative: float, positive: float) -> Anchors:
+    """The weight with the largest ``reach`` gets the code of its sign."""
     at = reach.argmax(-1)
-    peak = _taken(blocks, at)
-    code = torch.where(peak < 0, -8.0, 7.0)
+    peak = blocks.gather(-1, at[..., None])[..., 0]
+    code = torch.where(peak < 0, negative, positive)
     return at, code, peak / code
-
-
-def _taken(blocks: Tensor, at: Tensor) -> Tensor:
-    return blocks.gather(-1, at[..., None])[..., 0]
 
 
 @dataclass(frozen=True)

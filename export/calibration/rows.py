@@ -69,8 +69,7 @@ class Rows:
         at = torch.arange(len(row.ids), dtype=torch.int32)
         window = backbone.window(layer)
         masks: Masks = {window: additive(causal(at, window)[None, None], backbone.mask_value)}
-        nothing: list[list[KeyValue]] = [[] for _ in backbone.layers]
-        return backbone.run(layer, layer + 1, h, backbone.rope(at[None]), masks, nothing)
+        return backbone.run(layer, layer + 1, h, backbone.rope(at[None]), masks)
 
     def _streams(self, layer: int, row: Sample, s: Tensor, new: Sequence[KeyValue]) -> Tensor:
         model, backbone = self.model, self.model.backbone

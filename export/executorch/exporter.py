@@ -75,7 +75,7 @@ class ExecutorchExporter(Exporter):
         if not plan.merged:
             weights = {app.name: AdapterWeights.read(app.folder) for app in plan.apps if app.folder is not None}
             source, layout = slot_model(job, list(weights.values()))
-            apps = write_slots(plan, layout, folder, ADAPTER_FILE, write_tensors)
+            apps = write_slots(plan, layout, folder, (ADAPTER_FILE, write_tensors))
             files[LAYOUT_ROLE] = LAYOUT_FILE
             if (adapter := weights.get(check_apps(plan).name)) is not None:
                 shown = fill(adapter, layout.variants[0], plan.geometry.gamma, layout.hidden)

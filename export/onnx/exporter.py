@@ -138,8 +138,8 @@ def _export_slots(job: ExportJob, writer: "GraphWriter", folder: Path) -> Files:
         functions, slots = app_functions(variant, plan.function_names), tuple(book.slots.values())
         identifiers = IDENTIFIERS if variant.streams is not None else ""
         made.append(replace(variant, functions=functions, slots=slots, identifiers=identifiers))
-    write = partial(write_adapter, base_sha256=plan.identity.sha256)
-    return files, write_slots(plan, SlotLayout(plan.identity.hidden_size, tuple(made)), folder, ADAPTER_FILE, write)
+    app_file = ADAPTER_FILE, partial(write_adapter, base_sha256=plan.identity.sha256)
+    return files, write_slots(plan, SlotLayout(plan.identity.hidden_size, tuple(made)), folder, app_file)
 
 
 class GraphWriter:

@@ -43,9 +43,7 @@ class Spread:
 
 def spread(values: ArrayLike) -> Spread:
     """The spread of one or more values; quartiles are interpolated linearly. Raises InputError."""
-    data = _values(values, "values")
-    q1, median, q3 = (float(q) for q in np.quantile(data, (0.25, 0.5, 0.75)))
-    return Spread(median, q1, q3, float(data.min()), float(data.max()))
+    return Spread(*map(float, np.quantile(_values(values, "values"), (0.5, 0.25, 0.75, 0.0, 1.0))))
 
 
 def mean_interval(values: ArrayLike) -> Interval:

@@ -41,20 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the action, completely or not at all."""
-    said = {"sign": _sign, "add-app": _add_app, "remove-app": _remove_app}[args.action](args)
+    bundle = Bundle.open(args.bundle)  # a signature must not vouch for damaged files
+    said = {"sign": _sign, "add-app": _add_app, "remove-app": _remove_app}[args.action](args, bundle)
     if not args.quiet:
         print(said)
     return 0
 
 
-def _sign(args: argparse.Namespace) -> str:
-    bundle = Bundle.open(args.bundle)  # a signature must not vouch for damaged files
+def _sign(args: argparse.Namespace, bundle: Bundle) -> str:
     return f"signed {args.bundle}: {sign_bundle(bundle.folder, args.key).name}"
 
 
-def _add_app(args: argparse.Namespace) -> str:
+def _add_app(args: argparse.Namespace, bundle: Bundle) -> str:
     name, folder = named_folder(args.app)
-    bundle = Bundle.open(args.bundle)
     if tokenizer_folder(bundle.folder, folder) != bundle.folder:  # the adapter brings one, and a chat template
         with needs_extra("export"):
             its = open_tokenizer(bundle.folder, folder)
@@ -63,8 +62,7 @@ def _add_app(args: argparse.Namespace) -> str:
     return add_app(bundle, name, folder, Precision(args.adapter_precision))
 
 
-def _remove_app(args: argparse.Namespace) -> str:
-    bundle = Bundle.open(args.bundle)
+def _remove_app(args: argparse.Namespace, bundle: Bundle) -> str:
     manifest, app = bundle.manifest, bundle.app(args.app)
     rest = tuple(other for other in manifest.apps if other is not app)
     if not rest:
