@@ -20,11 +20,8 @@ class ShownProgram(Program):
 
     def __init__(self, package: Package, functions: Mapping[str, str]) -> None:
         super().__init__(package)
-        self._watched = {
-            function: logits_of(package.function(function))
-            for name, function in functions.items()
-            if name in (STEP, PLAIN)
-        }
+        steps = [function for name, function in functions.items() if name in (STEP, PLAIN)]
+        self._watched = {function: logits_of(package.function(function)) for function in steps}
 
     def run(
         self, function: str, inputs: Inputs, state: State | None = None, observe: Observer | None = None

@@ -69,10 +69,8 @@ def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
     coreml_ops.register()
     chosen = plan.options.chosen(CoreMLOptions)
     known: Compressed = {}
-    compile_specs = CoreMLBackend.generate_compile_specs(
-        compute_unit=ct.ComputeUnit[chosen.compute_units.value.upper()],
-        minimum_deployment_target=ct.target[chosen.deployment_target.value],
-    )
+    units, oldest = ct.ComputeUnit[chosen.compute_units.value.upper()], ct.target[chosen.deployment_target.value]
+    compile_specs = CoreMLBackend.generate_compile_specs(compute_unit=units, minimum_deployment_target=oldest)
 
     def convert(program: ExportedProgram, *_: Any, **__: Any) -> Any:
         for node in program.graph_module.graph.nodes:

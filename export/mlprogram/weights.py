@@ -71,12 +71,8 @@ class Weight(NamedTuple):
 
 def _matrix(output: Any) -> Weight | None:
     """A constant matrix that linears or lookups of a program read; None for another constant."""
-    uses = {
-        (reader.op_type, parameter)
-        for reader in output.child_ops
-        for parameter, value in reader.inputs.items()
-        if value is output
-    }
+    reads = ((reader.op_type, *given) for reader in output.child_ops for given in reader.inputs.items())
+    uses = {(kind, parameter) for kind, parameter, value in reads if value is output}
     read = output.rank == 2 and uses & {LOOKUP, ("linear", "weight")}
     return Weight(output.name, output.shape, LOOKUP in uses) if read else None
 

@@ -67,16 +67,9 @@ def save_graph(model: ir.Model, spec: FunctionSpec, path: Path, weights: WeightF
         constant = value.const_value
         assert constant is not None
         if constant.nbytes >= INLINE:
-            content = constant.tobytes()
-            value.const_value = ir.ExternalTensor(
-                weights.path.name,
-                weights.add(content),
-                len(content),
-                constant.dtype,
-                shape=ir.Shape(constant.numpy().shape),
-                name=value.name or "",
-                base_dir=weights.path.parent,
-            )
+            content, shape, name = constant.tobytes(), ir.Shape(constant.numpy().shape), value.name or ""
+            place, folder = (weights.path.name, weights.add(content), len(content)), weights.path.parent
+            value.const_value = ir.ExternalTensor(*place, constant.dtype, shape=shape, name=name, base_dir=folder)
     passes.ClearMetadataAndDocStringPass()(model)  # traces name files of the machine that made them
     model.opset_imports.pop(LINEAR_DOMAIN, None)
     model.opset_imports[CONTRIB] = 1

@@ -106,11 +106,8 @@ _TREE_ATTENTION = f"""<kv_heads, scale, {", ".join(VIEWS)}> (q, {", ".join(RUNS)
   y = Reshape (by_row, whole_shape)
 }}"""
 
-_ROUNDED = "\n".join(
-    f"  {run}_half = Cast <to = 10> ({run})\n  {run}_wide = Cast <to = 1> ({run}_half)"
-    for run in RUNS
-    if "past" not in run
-)
+NEW = [run for run in RUNS if "past" not in run]
+_ROUNDED = "\n".join(f"  {run}_half = Cast <to = 10> ({run})\n  {run}_wide = Cast <to = 1> ({run}_half)" for run in NEW)
 _GIVEN = ", ".join(f"{view}: ints = @{view}" for view in VIEWS)
 
 # x [.., R, K], codes [K, N] int8, scales [N], zero uint8 -> [.., R, N]. ``zero`` is 128 in the shape of the

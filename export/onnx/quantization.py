@@ -231,13 +231,9 @@ def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> 
 
 def _slots(model: StreamModel) -> tuple[set[nn.Module], set[nn.Module]]:
     """Factors that a slot holds in eight bits, and those that it holds in float32."""
-    downs: set[nn.Module] = {
-        part.adapter.down
-        for part in model.modules()
-        if isinstance(part, (LoraLinear, StreamRowAdapter))
-        and isinstance(part.base, nn.Linear)
-        and part.base.weight.numel() >= SMALL
-    }
+    beside = (part for part in model.modules() if isinstance(part, (LoraLinear, StreamRowAdapter)))
+    large = (part for part in beside if isinstance(part.base, nn.Linear) and part.base.weight.numel() >= SMALL)
+    downs: set[nn.Module] = {part.adapter.down for part in large}
     return downs, low_rank_factors(model) - downs
 
 

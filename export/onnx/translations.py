@@ -216,9 +216,8 @@ def layer_norm(
 
 
 def rms_norm(edit: Editor, out: Out, x: ir.Value, sizes: Sequence[int], scale: ir.Value, eps: float) -> ir.Value:
-    return edit.insert(
-        None, "RMSNormalization", [x, scale], out.shape, out.dtype, {"axis": -len(sizes), "epsilon": eps}
-    )
+    form = {"axis": -len(sizes), "epsilon": eps}
+    return edit.insert(None, "RMSNormalization", [x, scale], out.shape, out.dtype, form)
 
 
 def largest(edit: Editor, x: ir.Value, k: int) -> ir.Value:
