@@ -118,15 +118,12 @@ def open_engine(bundle: Bundle, app: str | None, options: EngineOptions) -> Core
     check_cache(bundle, CacheForm.INTERNAL)
     names, package = bundle.function_names(app), Package.open(bundle.file(MODEL))
     check_package(package, bundle.functions, names)
-    program: Program
-    if sys.platform == "darwin":
-        file = bundle.file(SETTINGS)
-        units = str(parse_strict(file.read_bytes(), str(file)).get("compute_units", "all"))
-        program = AppleProgram(package.path, units)
-    else:
+    if sys.platform != "darwin":
         say_once(SLOW)
-        program = Interpreter(package)
-    return CoreMLEngine(program, bundle.geometry, names)
+        return CoreMLEngine(Interpreter(package), bundle.geometry, names)
+    file = bundle.file(SETTINGS)
+    units = str(parse_strict(file.read_bytes(), str(file)).get("compute_units", "all"))
+    return CoreMLEngine(AppleProgram(package.path, units), bundle.geometry, names)
 
 
 def check_package(package: Package, functions: Mapping[str, FunctionSpec], names: Mapping[str, str]) -> None:

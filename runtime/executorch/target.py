@@ -34,8 +34,7 @@ class ExecutorchTarget(RuntimeTarget):
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
 
-        file = bundle.file(PROGRAM)
-        if not has_coreml(file):
+        if not has_coreml(file := bundle.file(PROGRAM)):
             return {}
         _, interpreter = open_delegates(file)
         return {PACKAGE: audit(interpreter.package)}
