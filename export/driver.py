@@ -32,7 +32,7 @@ class EngineDriver:
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
         self.conversation.length = length
         repeated = any(len(set(row)) < len(row) for row in drafts)  # a host's walk takes the first of equal candidates
-        if VERIFY not in self.engine.functions or repeated:
+        if VERIFY not in self.engine.functions or repeated or len(drafts) < len(self.conversation.drafts):
             return self._step(last, drafts)
         self._steps += DRAFT in self.engine.functions  # without it only the step's drafts are new
         calls = {STEP: self._step, VERIFY: self._choose}
@@ -53,8 +53,9 @@ class EngineDriver:
         return token
 
     def _step(self, last: int, drafts: Drafts) -> StepOut:
-        self.conversation.drafts[:] = drafts
-        return StepOut(self.conversation.step(last), self.conversation.drafts.tolist())
+        self.conversation.drafts[: len(drafts)] = drafts
+        tokens = self.conversation.step(last, short=len(drafts) < len(self.conversation.drafts))
+        return StepOut(tokens, self.conversation.drafts.tolist())
 
     def _choose(self, last: int, drafts: Drafts) -> StepOut:
         """A step in two calls, whose host chooses greedily."""

@@ -90,7 +90,8 @@ class TargetResult:
 class Exporter(ABC):
     """Writes a target's files. ``bits``: precision -> bits of a weight on disk, with its scales.
 
-    ``schedule``, ``chunk``: the defaults. ``repeats``: drafts that repeat the text without streams (0: no step).
+    ``schedule``, ``chunk``: the defaults. ``repeats``: drafts that repeat the text without streams (0: no step), and
+    ``short``: those of a short step beside one of twice as many or more.
     ``calibrates``: precisions that rows of data may round (``grid``). ``smooths``: those with one scale for a whole row
     of a linear's inputs, which outliers decide (``calibration.smoothing``). ``chooses``: it has functions for a host
     that chooses tokens. ``several_apps``: it takes plans that are not merged, and fills ``TargetResult.apps``.
@@ -100,6 +101,7 @@ class Exporter(ABC):
     schedule: ClassVar[Schedule]
     chunk: ClassVar[int] = 64
     repeats: ClassVar[int] = 0
+    short: ClassVar[int] = 0
     several_apps: ClassVar[bool] = False
     calibrates: ClassVar[frozenset[Quant]] = frozenset()
     smooths: ClassVar[frozenset[Quant]] = frozenset()

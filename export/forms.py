@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.config import Schedule
-from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, VERIFY, Geometry
+from ssdevice.contract import DRAFT, ONE_ROW, PLAIN, PREFILL, STEP, STEP_SHORT, VERIFY, Geometry
 from ssdevice.model import attention, operators
 from ssdevice.model.attention import Attending, KeyValue
 from ssdevice.model.operators import Operators, norm_kind, rotate, under
@@ -136,8 +136,8 @@ def stack(rows: Sequence[KeyValue]) -> Tensor:
 def function_module(name: str, model: StreamModel, geometry: Geometry, schedule: Schedule) -> FunctionModule:
     """The module that computes one of the contract's functions. Only ``step`` depends on the schedule."""
     g = geometry
-    if name == STEP:
-        return StepModule(model, g.tree, g.k, schedule)
+    if name in (STEP, STEP_SHORT):
+        return StepModule(model, g.tree if name == STEP else g.shorter.tree, g.k, schedule)
     if name == PREFILL:
         return PrefillModule(model, g.chunk, g.k)
     if name == PLAIN:

@@ -43,9 +43,10 @@ class ExportOptions:
     conversation may hold. ``chunk``: prompt tokens per prefill. ``slots``: keep even a single adapter separate from the
     base, so that apps can be added and switched. ``adapter_precision``: how separate adapters store their floats, see
     ``ssdevice.adapters.storage``. ``calibrate``: data files of the apps, with whose rows weights are rounded instead of
-    to nearest. ``choose``: with functions for a host that chooses tokens. ``cross_check``: compare with transformers
-    and PEFT before graphs are written. ``target_options``: options of some targets only, at most one of each kind; see
-    ``chosen``.
+    to nearest. ``phrases``: files with the model's own answers, or one with the table made of them: what it says often
+    is drafted without streams. ``choose``: with functions for a host that chooses tokens. ``cross_check``: compare with
+    transformers and PEFT before graphs are written. ``target_options``: options of some targets only, at most one of
+    each kind; see ``chosen``.
     """
 
     model: str
@@ -61,6 +62,7 @@ class ExportOptions:
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
     calibrate: tuple[Path, ...] = ()
+    phrases: tuple[Path, ...] = ()
     choose: bool = False
     cross_check: bool = True
     overwrite: bool = False
@@ -98,6 +100,7 @@ class ExportPlan:
     ``geometry``: the bundle's, with one tree for all apps. ``parameters``: elements of the base's weights by stored
     tensor name; ``bits``: of each on disk. ``tokenizer``: that of all apps, from ``tokenizer_folder``: the base's or an
     adapter's. ``calibration``: the rows to calibrate with. ``notes``: for the manifest, as ``sampling`` is.
+    ``phrases``: the table of ``options.phrases``.
     """
 
     options: ExportOptions
@@ -114,6 +117,7 @@ class ExportPlan:
     calibration: "tuple[Example, ...]"
     notes: tuple[str, ...]
     sampling: ModelSampling | None
+    phrases: bytes
 
     @property
     def settings(self) -> "AdapterSettings | None":
@@ -129,12 +133,13 @@ class ExportPlan:
         """The plan for one of the apps; beside others, one without streams has a plan of plain decoding."""
         if self.merged or app.settings is not None:
             return replace(self, apps=(app,))
-        return replace(self, apps=(app,), geometry=replace(self.geometry, gamma=0, k=1, tree=Tree.root_only()))
+        return replace(self, apps=(app,), geometry=self.geometry.plain)
 
     @property
     def function_names(self) -> tuple[str, ...]:
         """The contract's functions in this export."""
-        names = contract.FUNCTIONS if self.geometry.gamma else (contract.PREFILL, contract.PLAIN)
+        names: tuple[str, ...] = contract.FUNCTIONS if self.geometry.gamma else (contract.PREFILL, contract.PLAIN)
+        names = names if self.geometry.short else tuple(name for name in names if name != contract.STEP_SHORT)
         if not self.geometry.hidden:
             return names
         verify = (contract.VERIFY, contract.VERIFY_PLAIN) if self.geometry.gamma else (contract.VERIFY_PLAIN,)
@@ -171,6 +176,7 @@ class ExportPlan:
             "context": g.context,
             "chunk": g.chunk,
             "calibrate": [str(file) for file in self.options.calibrate],
+            "phrases": [str(file) for file in self.options.phrases],
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
             "notes": list(self.notes),
@@ -184,6 +190,7 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     """
     from ssdevice.export.calibration.calibrate import chosen_rows
     from ssdevice.export.crosscheck.generation import check_settings, model_sampling
+    from ssdevice.export.phrases import read_phrases
     from ssdevice.model.loading import POSITION_MARGIN, load, load_base, read_config, resolve_folder
     from ssdevice.model.stored import stored_tensors
     from ssdevice.model.tokenizer import shared_tokenizer
@@ -221,6 +228,7 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         context=options.context,
         chunk=chunk,
         hidden=int(config.hidden_size) if options.choose else 0,
+        short=0 if any(app.settings for app in apps) or tree.depth < 2 * target.short else target.short,
     )
     schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
     tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
@@ -229,6 +237,7 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
         (*check_settings(tokenizer, folder, options.choose), *_longer(options.context, config), *base.notes, *notes),
         model_sampling(folder, identity.vocab) if options.choose else None,
+        read_phrases(options.phrases, tokenizer, apps[0].instruction, options.context, identity.vocab),
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
@@ -236,6 +245,8 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         gamma = plan.of(app).geometry.gamma or None
         load(folder, app.folder, options.context, gamma, merged, identity=identity, values=False)
         check_instruction(tokenizer, app.name, app.instruction, options.context)
+    if options.phrases and (not geometry.gamma or plan.settings is not None):
+        raise ConfigError("--phrases needs a bundle that drafts without streams, see --tree")
     target.check(plan)
     return plan
 

@@ -15,6 +15,7 @@ from ssdevice.export.plan import ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
+from ssdevice.runtime import phrases
 from ssdevice.text.chat_template import PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
@@ -71,6 +72,8 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         parity = {**result.followed, **target.gate(job, writer.folder, result)}
         report("export", 100, 100, "done")
         writer.add_file(TOKENIZER_FILE, plan.tokenizer.tokenizer_json, TOKENIZER_ROLE)
+        if plan.phrases:
+            writer.add_file(phrases.FILE, plan.phrases, phrases.ROLE)
         for role, path in result.files.items():
             writer.declare(path, role)
         return writer.commit(make_manifest(plan, result, parity, notes))

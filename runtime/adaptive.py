@@ -19,7 +19,7 @@ CREDIT = 8
 SHARE, SHORT = 0.02, 32
 """Of plain decoding's time: what steps may lose. A pause lasts until it has paid, or SHORT tokens if steps have won."""
 PAIRS, ENOUGH = 32, 4
-"""A step's cost is the median of the last PAIRS ratios of neighbouring calls, and known from ENOUGH on."""
+"""What a draft costs is the median of the last PAIRS pairs of neighbouring calls, and known from ENOUGH on."""
 PROBE, STEPS = 2, 3
 """Plain calls in a row that measure the cost, and the steps before them for each ratio that is known."""
 CLEAR, RARELY = 0.5, 256
@@ -37,11 +37,11 @@ class Adaptive:
 
     def __init__(self, step: Advance, clock: Callable[[], float] = perf_counter) -> None:
         self._step_once, self._clock = step, clock
-        self._opened: set[bool] = set()  # kinds of calls that were made; here and below, whether it is a step
-        self._before = False, 0.0  # the last call's kind and seconds, 0 if it opened a graph
-        self._ratios: deque[float] = deque(maxlen=PAIRS)
-        self._cost = 0.0  # of a step, in plain calls; 0: not known yet
-        self._emitted, self._count = CREDIT, 0  # tokens and steps since the last pause
+        self._opened: set[int] = set()  # kinds of calls that were made; here and below, the drafts that it verifies
+        self._before = 0, 0.0  # the last call's kind and seconds, 0 if it opened a graph
+        self._prices: deque[float] = deque(maxlen=PAIRS)
+        self._price: float | None = None  # of a draft, in plain calls, None: not known yet; a step costs one plus this
+        self._emitted, self._count, self._drafted = CREDIT, 0, 0  # tokens, steps, and their drafts since the last pause
         self._lost = 0.0  # plain calls that they have lost since their best moment
         self._paused = 0  # tokens to decode plainly from now on
         self._steps = 0  # since the last plain call
@@ -51,12 +51,12 @@ class Adaptive:
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step or from a plain call."""
-        clear = self._emitted > (self._cost + CLEAR) * self._count
-        if self._steps >= ((RARELY if clear else STEPS * len(self._ratios)) if self._cost else 1):
+        rarely = RARELY if self._won > CLEAR * self._count else STEPS * len(self._prices)
+        if self._steps >= (1 if self._price is None else rarely):
             self._steps, self._probes = 0, PROBE
         # Forced tokens alone may make a step worth its time, however good the drafts are.
         forced = min(len(conversation.forced()), len(conversation.drafts))
-        certain = forced > 0 and 0 < self._cost < forced + 1
+        certain = forced > 0 and self._price is not None and self._price * len(conversation.drafts) < forced
         self.speculated = certain or not (self._paused or self._probes)
         if self.speculated:
             tokens = self._by_step(conversation, last, certain)
@@ -71,7 +71,7 @@ class Adaptive:
     def _plainly(self, conversation: Conversation, last: int) -> Sequence[int]:
         start = self._clock()
         token = conversation.step_plain(last)
-        self._time(False, start)
+        self._time(0, start)
         # What follows the draft's first tokens still fits, if that is what the model said.
         conversation.drafts[:-1] = conversation.drafts[1:].copy()
         return (token,)
@@ -81,31 +81,38 @@ class Adaptive:
         if not (tokens := self._step_once(conversation, last)):
             self._steps = min(self._steps, 1)  # the plain call that follows measures as a probe does
             return tokens
-        self._time(True, start)
+        drafts = len(conversation.verified)
+        self._time(drafts, start)
         if certain:  # it says nothing about the drafts
             return tokens
         self._steps += 1
-        if self._cost:
-            self._lost = max(0.0, self._lost + self._cost - len(tokens))
+        if self._price is not None:
+            paid = self._price * drafts
+            self._lost = max(0.0, self._lost + 1 + paid - len(tokens))
             if self._steps > 1:  # the first draft after a plain call is an old one
-                self._judge(len(tokens))
+                self._judge(len(tokens), drafts, paid)
         return tokens
 
-    def _judge(self, tokens: int) -> None:
-        self._emitted, self._count = self._emitted + tokens, self._count + 1
-        won = self._emitted - self._cost * self._count
-        # Where steps break even, the variance of the tokens that one emits is about its cost less one.
-        error = sqrt(max(0.0, self._cost - 1) * self._count)
-        if won < -DOUBT * error or self._lost > MOST:
-            # A trial has also lost a step less one token, for the old draft that it began with.
-            self._paused = SHORT if won > 0 else int((self._cost - 1 - won) / SHARE)
-            self._emitted, self._count, self._lost = 0, 0, 0.0
+    @property
+    def _won(self) -> float:
+        """Plain calls that steps have saved since the last pause."""
+        return self._emitted - self._count - (self._price or 0.0) * self._drafted
 
-    def _time(self, step: bool, start: float) -> None:
-        seconds = self._clock() - start if step in self._opened else 0.0
-        self._opened.add(step)
-        (kind, before), self._before = self._before, (step, seconds)
-        if kind is not step and seconds and before:
-            self._ratios.append(seconds / before if step else before / seconds)
-            if len(self._ratios) >= ENOUGH:
-                self._cost = median(self._ratios)
+    def _judge(self, tokens: int, drafts: int, paid: float) -> None:
+        self._emitted, self._count, self._drafted = self._emitted + tokens, self._count + 1, self._drafted + drafts
+        # Where steps break even, the variance of the tokens that one emits is about its cost less one.
+        error = sqrt(max(0.0, (self._price or 0.0) * self._drafted))
+        if (won := self._won) < -DOUBT * error or self._lost > MOST:
+            # A trial has also lost a step less one token, for the old draft that it began with.
+            self._paused = SHORT if won > 0 else int((paid - won) / SHARE)
+            self._emitted, self._count, self._drafted, self._lost = 0, 0, 0, 0.0
+
+    def _time(self, kind: int, start: float) -> None:
+        seconds = self._clock() - start if kind in self._opened else 0.0
+        self._opened.add(kind)
+        (other, before), self._before = self._before, (kind, seconds)
+        if seconds and before and (kind == 0) != (other == 0):
+            step, call = (seconds, before) if kind else (before, seconds)
+            self._prices.append((step / call - 1) / (kind or other))
+            if len(self._prices) >= ENOUGH:
+                self._price = median(self._prices)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class Conversation:
     """One KV cache and the contract's functions on it. They do not change ``length``; only the loop does.
 
-    ``length``: number of committed rows; going back means lowering it. ``drafts [γ, k] int32``: the draft of the last
-    prefill or step, which the next step verifies. Any ids of the vocabulary may be written into it; they affect only
-    the speed. ``verified``: those that the last step verified. ``text``: the tokens of the committed rows; what follows
-    them is undefined, and a prefill replaces the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain``
-    from logits; None: the graph does, greedily. ``forced``: the tokens that it cannot but choose next, which take the
-    place of drafts; ``allows``: whether it could choose a token next; ``typical``: see ``Chooser``. ``cancelled``: the
-    answer ends before the next call. ``beside``: a conversation whose memory this one may use, see
-    ``Engine.new_cache``.
+    ``length``: number of committed rows; going back means lowering it. ``drafts [γ, k] int32``: the draft of the
+    last prefill or step, which the next step verifies. Any ids of the vocabulary may be written into it; they
+    affect only the speed. ``verified``: those that the last step verified. ``short``: how many a short step does; 0
+    without one. ``text``: the tokens of the committed rows; what follows them is undefined, and a prefill replaces
+    the list. ``chooser``: chooses the tokens of ``step`` and ``step_plain`` from logits; None: the graph does,
+    greedily. ``forced``: the tokens that it cannot but choose next, which take the place of drafts; ``allows``:
+    whether it could choose a token next; ``typical``: see ``Chooser``. ``cancelled``: the answer ends before the
+    next call. ``beside``: a conversation whose memory this one may use, see ``Engine.new_cache``.
 
     The functions raise BundleError for a graph that fails or returns impossible values (nothing is committed then; Core
     ML's interpreter raises another SSDeviceError), and InputError once the engine is closed."""
@@ -36,7 +36,8 @@ class Conversation:
         # With an internal cache functions are given the same, or more.
         specs = contract.functions(engine.geometry, contract.CacheForm.INTERNAL, "").values()
         given = [tensor for spec in specs for tensor in spec.inputs]
-        self._inputs = {tensor.name: np.zeros(list(map(int, tensor.shape)), tensor.dtype) for tensor in given}
+        self._inputs = {t.name: np.zeros(list(map(int, t.shape)), t.dtype) for t in reversed(given)}  # step's drafts
+        self.short = engine.geometry.short if contract.STEP_SHORT in engine.functions else 0
         self.drafts = self.verified = self._inputs[contract.DRAFTS]
         self.text: list[int] = []
         self.chosen_by(None)
@@ -61,9 +62,10 @@ class Conversation:
         self.text = [*self.text[: self.length], *chunk]
         return token
 
-    def step(self, last: int) -> list[int]:
+    def step(self, last: int, short: bool = False) -> list[int]:
         """Verify ``drafts`` after the token ``last``; returns the 1..A emitted tokens and sets the next ``drafts``.
-        Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on."""
+        Writes the rows of ``last`` and of all emitted tokens but the last from ``length`` on. ``short``: verify the
+        first ones only, where the graph chooses."""
         if (choose := self.chooser) is not None:
             for depth, token in zip(range(len(self.drafts)), self.forced(), strict=False):
                 self.propose(depth, token)
@@ -73,13 +75,14 @@ class Conversation:
             self.keep(path, chosen)
             return chosen
         self._inputs[contract.ROOT][0] = last
-        self.verified = self.drafts.copy()
-        out = self._call(contract.STEP)
-        count, most = int(out[contract.COUNT].item()), self.geometry.tree.emitted
+        name, most = (contract.STEP_SHORT, self.short + 1) if short else (contract.STEP, self.geometry.tree.emitted)
+        self.verified = self.drafts[: self.short if short else None].copy()
+        out = self._call(name)
+        count = int(out[contract.COUNT].item())
         if not 1 <= count <= most:
-            raise BundleError(f"{self.engine.source}: {contract.STEP} returned {count} tokens, expected 1 to {most}")
+            raise BundleError(f"{self.engine.source}: {name} returned {count} tokens, expected 1 to {most}")
         tokens: list[int] = out[contract.TOKENS].tolist()[:count]
-        self._keep(contract.STEP, out, tokens, count)
+        self._keep(name, out, tokens, count)
         self.text[self.length :] = [last, *tokens[:-1]]
         return tokens
 

@@ -8,11 +8,14 @@ the speed, never the answer.
 from collections.abc import Sequence
 
 from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.phrases import Phrases
 
 SHORTEST, LONGEST = 3, 16
 """Tokens that must have occurred before, and how many are compared to find the occurrence with the longest match."""
 ALONE = 2
 """The fewest without streams, which are right more often than so short a match; open text is 3 % faster with it."""
+CERTAIN = 8
+"""After a match of fewer tokens, a short step is enough if there is one; see docs/performance.md."""
 RECENT = 8
 """Occurrences that are compared, the last ones first."""
 START, MOST = -2, 8
@@ -29,6 +32,7 @@ class Lookup:
     are looked up while it is positive, and learned from in any case. It lasts from one answer to the next."""
 
     shortest, lead = SHORTEST, START
+    phrases: Phrases | None = None
 
     def __init__(self) -> None:
         self._rest = 0
@@ -36,6 +40,7 @@ class Lookup:
         self._ends: dict[NGram, list[int]] = {}  # where so many tokens end and another follows
         self._indexed = 0  # tokens of the text whose tuples are in there
         self._differing: tuple[int, int, int] | None = None  # the first such draft: its depth, lookup's, the stream's
+        self._longest = self._matched = 0  # tokens of the last match, and of that of the first draft
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step; none, without a step, if a structure forbids the draft."""
@@ -66,6 +71,8 @@ class Lookup:
         self._indexed, self._differing = len(text), None
         for depth, candidates in enumerate(conversation.drafts.tolist()):
             best, found = candidates[0], self._next()
+            if depth == 0:
+                self._matched = self._longest
             if found is not None and found != best:
                 if self._differing is None:
                     self._differing = depth, found, best
@@ -77,7 +84,7 @@ class Lookup:
 
     def _next(self) -> int | None:
         """The token that followed the longest match of the text's end; the last occurrence wins a tie."""
-        text, best, longest = self._text, None, self.shortest - 1
+        text, best, longest = self._text, None, 0
         for end in reversed(self._ends.get(tuple(text[-self.shortest :]), ())[-RECENT:]):
             length, most = 0, min(end, LONGEST)
             while length < most and text[end - 1 - length] == text[-1 - length]:
@@ -86,16 +93,23 @@ class Lookup:
                 best, longest = text[end], length
                 if length == LONGEST:
                     break
-        return best
+        self._longest = longest
+        return self.phrases.after(text) if best is None and self.phrases is not None else best
 
 
 class LookupOnly(Lookup):
-    """Lookup for a model without streams. Where the text does not repeat itself, nothing is drafted."""
+    """Lookup for a model without streams. Where the text does not repeat itself, ``phrases`` are drafted if there are
+    any. ``step_short`` verifies the drafts unless a long match makes them likely to be right."""
 
     shortest, lead = ALONE, MOST
+
+    def __init__(self, phrases: Phrases | None = None) -> None:
+        super().__init__()
+        self.phrases = phrases
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step; none, without a step, if there is no draft to verify."""
         self._draft(conversation, last)
         drafted = self._differing is not None and self._differing[0] == 0 and conversation.hopeful()
-        return conversation.step(last) if drafted or conversation.forced() else ()
+        short = conversation.short > 0 and self._matched < CERTAIN
+        return conversation.step(last, short) if drafted or conversation.forced() else ()

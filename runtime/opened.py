@@ -13,8 +13,10 @@ from ssdevice import arguments
 from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.integrity import read_bounded
 from ssdevice.errors import InputError
+from ssdevice.runtime import phrases
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.runtime.phrases import Phrases
 from ssdevice.runtime.saved import restore, save
 from ssdevice.text.messages import Chat
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
@@ -79,6 +81,13 @@ class OpenBundle:
     def streams(self) -> bool:
         """Whether the model drafts; otherwise drafts only repeat the text."""
         return self._bundle is None or self._bundle.manifest.mode is not None
+
+    @cached_property
+    def phrases(self) -> Phrases | None:
+        """What the model says often, if the bundle has it. Raises BundleError."""
+        if self._bundle is None or phrases.ROLE not in self._bundle.manifest.roles:
+            return None
+        return Phrases.read(self._bundle.file(phrases.ROLE), self._bundle.geometry.vocab)
 
     def use(self, app: str) -> None:
         """Switch to another app and start over, since each adapter computes other keys and values. Switching back to an

@@ -225,8 +225,10 @@ class Session(OpenBundle):
         return Chooser(sampling, prompt, self.tokenizer.stop_ids, vocab, grammar, self.engine.kernels)
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:
-        known, new = self._adaptive.setdefault(conversation, {}), Adaptive(Lookup() if self.streams else LookupOnly())
-        return known.setdefault(conversation.chooser is not None, new)
+        known, chosen = self._adaptive.setdefault(conversation, {}), conversation.chooser is not None
+        if chosen not in known:
+            known[chosen] = Adaptive(Lookup() if self.streams else LookupOnly(self.phrases))
+        return known[chosen]
 
 
 def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:

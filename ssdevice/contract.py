@@ -8,7 +8,9 @@ cache that is passed in::
     step_plain(root[1], length[1], cache)               -> tokens[1], cache'
 
 Without streams there is no ``step``, and ``prefill`` has no drafts; or the caller drafts, and ``next_drafts`` are
-zeros.
+zeros. Then there may be a step over the first S levels of the tree, which costs less::
+
+    step_short(root[1], drafts[S,k], length[1], cache)  -> tokens[S+1], count[1], next_drafts[γ,k], cache'
 
 A caller that chooses tokens itself (sampling, penalties, grammars) calls a step in two parts instead; the first commits
 nothing, and what the caller chose decides which of its rows it commits::
@@ -32,7 +34,7 @@ The inputs for adapters, in graphs that several apps share, are not part of this
 ``ssdevice.adapters.slots``.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ssdevice.errors import ConfigError
@@ -43,7 +45,8 @@ from ssdevice.tree import MAX_NODES, Tree
 STEP = "step"
 PREFILL = "prefill"
 PLAIN = "step_plain"
-FUNCTIONS = (STEP, PREFILL, PLAIN)
+STEP_SHORT = "step_short"
+FUNCTIONS = (STEP, PREFILL, PLAIN, STEP_SHORT)
 VERIFY = "verify"
 VERIFY_PLAIN = "verify_plain"
 DRAFT = "draft"
@@ -124,7 +127,8 @@ class Geometry(Ruled):
     ``layers``: those that keep rows, the model's and its draft layers. ``kv_heads``, ``head_dim``, ``vocab``: the
     model's. ``gamma``: γ, the number of streams, with ``k`` candidates each for ``tree``, in JSON a list of the rank
     paths below the root, breadth first. ``context``: tokens of a conversation. ``chunk``: C, prompt tokens per prefill
-    call. ``hidden``: D, the width of a state; 0 without functions for a caller that chooses.
+    call. ``hidden``: D, the width of a state; 0 without functions for a caller that chooses. ``short``: S, the drafts
+    that ``step_short`` verifies; 0 without it.
     """
 
     layers: int = field(metadata=within(1, 1024))
@@ -137,12 +141,15 @@ class Geometry(Ruled):
     context: int = field(metadata=within(1, MAX_CONTEXT))
     chunk: int = field(metadata=within(1, 1 << 16))
     hidden: int = field(default=0, metadata=within(0, 1 << 20))
+    short: int = field(default=0, metadata=within(0, 31))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k > self.vocab:
             raise ConfigError(f"k is {self.k}, the model has {self.vocab} tokens")
         self.tree.check(self.gamma, self.k)
+        if self.short and self.short >= self.tree.depth:
+            raise ConfigError(f"short is {self.short}, the tree is {self.tree.depth} deep")
         if self.context <= self.tree.size:
             raise ConfigError(f"context {self.context} cannot hold a draft tree of {self.tree.size} nodes")
 
@@ -151,6 +158,16 @@ class Geometry(Ruled):
         """Cache rows: enough for every fixed-size write at a length within the context."""
         rows = self.context + max(self.tree.size if self.hidden else self.tree.emitted, self.chunk)
         return -(-rows // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
+    @property
+    def shorter(self) -> "Geometry":
+        """That of a step over the tree's first levels."""
+        return replace(self, gamma=self.short, tree=self.tree.levels(self.short), short=0)
+
+    @property
+    def plain(self) -> "Geometry":
+        """That of plain decoding."""
+        return replace(self, gamma=0, k=1, tree=Tree.root_only(), short=0)
 
     @property
     def row_width(self) -> int:
@@ -190,6 +207,9 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
         function(PREFILL, chunk, (int32(NEXT_ROOT, 1), next_drafts), g.chunk),
         function(PLAIN, (root, length), (int32(TOKENS, 1),), 1),
     ]
+    if g.short:
+        few, most = int32(DRAFTS, g.short, g.k), g.short + 1
+        specs.append(function(STEP_SHORT, (root, few, length), (int32(TOKENS, most), count, next_drafts), most))
     if g.hidden:
         path = (int32(PATH, emitted), count) if cache is CacheForm.INTERNAL else ()
         last = int32(TOKEN, 1), TensorSpec(LAST_STATE, (1, g.hidden), "float32"), length

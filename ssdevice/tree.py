@@ -78,6 +78,10 @@ class Tree:
             raise ConfigError(f"chain:{depth} does not have 1..{MAX_NODES} nodes")
         return cls(tuple((0,) * d for d in range(depth + 1)))
 
+    def levels(self, depth: int) -> Self:
+        """The tree down to a depth."""
+        return type(self)(tuple(path for path in self.paths if len(path) <= depth))
+
     @classmethod
     def full(cls, k: int, depth: int) -> Self:
         """Every path over ``k`` candidates: 1 + k + k² + .. nodes."""

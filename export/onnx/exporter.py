@@ -48,7 +48,7 @@ class OnnxExporter(Exporter):
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
     chunk = 32  # SmolLM2, INT4: prompts of 20, 70 and 300 tokens take 45, 152 and 490 ms, with 64 77, 170 and 457
-    repeats = 3  # docs/performance.md
+    repeats, short = 4, 2  # docs/performance.md
     several_apps = True
     chooses = True
     calibrates = frozenset({Quant.INT4})

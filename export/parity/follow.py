@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ssdevice import contract
-from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROOT, ROWS, STEP, TOKENS
+from ssdevice.contract import COUNT, NEXT_DRAFTS, NEXT_ROOT, PLAIN, PREFILL, ROOT, ROWS, STEP, STEP_SHORT, TOKENS
 from ssdevice.errors import ParityError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.parity.difference import Array, as_stored, stored_difference
@@ -25,9 +25,10 @@ def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
     prompt = random_prompt(g, min(g.chunk + g.chunk // 2 + 1, max(1, g.context - 2 * g.tree.emitted)))
     root = 0
     ends = [g.tree.depths.index(depth) for depth in range(g.tree.depth + 1)] if g.gamma else []
-    nodes = {*ends, g.tree.size - 1} if ends else set()
+    steps = [(STEP, g, node) for node in ({*ends, g.tree.size - 1} if ends else ())]
+    steps += [(STEP_SHORT, g.shorter, depth) for depth in range(1, g.short + 1)]
     plain = min(g.tree.emitted + 1, g.context - len(prompt) - g.tree.emitted)
-    calls, done = len(range(0, len(prompt), g.chunk)) + plain + len(nodes), count()
+    calls, done = len(range(0, len(prompt), g.chunk)) + plain + len(steps), count()
 
     def report(function: str) -> None:
         job.report("check parity", next(done), 2 * calls, f"products of {function}")  # results are the other half
@@ -40,9 +41,10 @@ def follow(job: ExportJob, shown: Shown, bounds: Bounds) -> dict[str, float]:
         report(PLAIN)
         truth.append(walk.plain(truth[-1], len(prompt) + i))
     draw = np.random.default_rng(1)
-    for node in nodes:
-        report(STEP)
-        walk.step(truth[0], force_drafts(g, node, truth[1:], draw), len(prompt), node)
+    for name, geometry, node in steps:
+        report(name)
+        drafts = force_drafts(geometry, node, truth[1:], draw)
+        walk.step(name, truth[0], drafts, len(prompt), geometry.tree.path_table[node])
     shown.close()
     found = walk.follower
     return {"products": float(found.count), "product_error": found.worst_product, "input_error": found.worst_rows}
@@ -78,14 +80,13 @@ class Walk:
         self._same_rows(where, call, length, 1)
         return token
 
-    def step(self, root: int, drafts: Drafts, length: int, node: int) -> None:
-        """One step over forced drafts that should end at ``node``."""
-        where = f"{STEP} to node {node}"
-        call = self._call(STEP, {ROOT: _int(root), contract.DRAFTS: np.array(drafts, np.int32)}, length)
+    def step(self, name: str, root: int, drafts: Drafts, length: int, path: Sequence[int]) -> None:
+        """One step over forced drafts that should end at the last node of ``path``."""
+        where = f"{name} to node {path[-1]}"
+        call = self._call(name, {ROOT: _int(root), contract.DRAFTS: np.array(drafts, np.int32)}, length)
         theirs = self.follower.follow(where, call, lambda: self.reference.step(root, drafts, length))
         if (count := int(call.outputs[COUNT].item())) != len(theirs.tokens):
             raise ParityError(f"{where}: {COUNT} is {count}, but the artifact's own logits accept {len(theirs.tokens)}")
-        path = self.geometry.tree.path_table[node]
         for i, (mine, token) in enumerate(zip(call.outputs[TOKENS][:count].tolist(), theirs.tokens, strict=True)):
             self._same_ids(where, f"{TOKENS}[{i}]", mine, token, self.reference.main[path[min(i, len(path) - 1)]])
         self._same_drafts(where, call, theirs.drafts)

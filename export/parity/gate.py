@@ -14,7 +14,7 @@ Two checks must pass (docs/parity.md):
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -166,6 +166,8 @@ def _run(job: ExportJob, artifact: Driver | None, jitter: float, steps: int, see
         _compare_plain(gate, prompt, root)
     if nodes:
         _compare_steps(gate, prompt, root, nodes)
+    if nodes and g.short:
+        _compare_steps(replace(gate, geometry=g.shorter), prompt, root, range(g.short + 1))
     return gate
 
 

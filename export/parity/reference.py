@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, STEP_SHORT, Geometry
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.difference import Array
@@ -59,7 +59,7 @@ class Driver(Protocol):
         """Commit 1 to C tokens: (the next token, drafts)."""
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
-        """One speculative step after the token ``last``; its accepted rows are committed."""
+        """One speculative step after the token ``last``, a short one for fewer drafts; accepted rows are committed."""
 
     def plain(self, last: int, length: int) -> int:
         """One plain step; one row is committed."""
@@ -97,7 +97,8 @@ class TorchDriver:
         return int(out.token), out.drafts.tolist()
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOut:
-        out = self._call(STEP, length, int32(last), torch.tensor(drafts, dtype=torch.int32))
+        name = STEP if len(drafts) == self.geometry.gamma else STEP_SHORT
+        out = self._call(name, length, int32(last), torch.tensor(drafts, dtype=torch.int32))
         count = int(out.count)
         self.cache.commit(out.rows, count)
         return StepOut(out.tokens[:count].tolist(), out.drafts.tolist())

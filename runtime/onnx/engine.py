@@ -7,7 +7,6 @@ first use with an app's adapter; its memory never moves.
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +25,6 @@ from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.adapter import AdapterTensors
 from ssdevice.runtime.onnx.cache import LANES, RowCache
 from ssdevice.runtime.onnx.sessions import SharedBase, check_tensors, give_back, kernel_times
-from ssdevice.tree import Tree
 
 if TYPE_CHECKING:
     from ssdevice.bundle.folder import Bundle
@@ -178,10 +176,11 @@ class _Call:
         attention = self.session.get_modelmeta().custom_metadata_map.get(kernels.ATTENTION)
         self.lanes = 1 if engine.kernels and attention == kernels.TREE_ATTENTION else LANES
         self.outputs = {t.name: np.zeros([int(size) for size in t.shape], t.dtype) for t in spec.outputs}
-        self._inputs, self._memory = inputs, memory
+        self._memory = memory
         self._past = [tensor.name for tensor in spec.inputs if PAST in tensor.shape]
         present = {tensor.name for tensor in self.session.get_inputs()}  # a graph may not need all integers
-        self._integers = [name for name in present if name in inputs]
+        integers = [t for t in spec.inputs if t.name in present and t.name in inputs]
+        self._integers = {t.name: inputs[t.name][: int(t.shape[0])] for t in integers}
         adapter = engine.adapter.values if engine.adapter is not None else {}
         self._adapter = {name: adapter[name] for name in present & adapter.keys()}
         self._bindings: dict[int, ort.IOBinding] = {}
@@ -195,8 +194,8 @@ class _Call:
 
     def _bind(self, rows: int) -> ort.IOBinding:
         binding = self.session.io_binding()
-        for name in self._integers:
-            binding.bind_input(name, *_memory(self._inputs[name]))
+        for name, integers in self._integers.items():
+            binding.bind_input(name, *_memory(integers))
         for name, value in self._adapter.items():
             binding.bind_ortvalue_input(name, value)
         for index, name in enumerate(self._past):
@@ -212,7 +211,7 @@ def app_graphs(bundle: "Bundle", app: str | None) -> tuple[dict[str, Path], Geom
     files = {function: bundle.file(own[function]) for function in FUNCTIONS + CHOOSING if function in own}
     geometry = bundle.geometry
     if STEP not in files and geometry.gamma:
-        geometry = replace(geometry, gamma=0, k=1, tree=Tree.root_only())
+        geometry = geometry.plain
     return files, geometry
 
 

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tree", metavar="SPEC",
         help=f"draft tree: {FORMS} (default: the chain of all streams; without streams "
              "chain:3 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)")  # fmt: skip
+    add("--phrases", action="append", type=Path, default=[], metavar="FILE",
+        help="rows of the model's own answers (JSON Lines), whose frequent phrases become drafts, without streams; or "
+             "phrases.bin of another bundle of the model")  # fmt: skip
     add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
     add("--context", type=positive, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
     add("--chunk", type=positive, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")
@@ -85,6 +88,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         "target_options": chosen,
         "adapter_precision": Quant(args.adapter_precision),
         "calibrate": tuple(args.calibrate),
+        "phrases": tuple(args.phrases),
         "choose": args.choose == "host",
     }
     return ExportOptions(**given | made)

@@ -54,7 +54,7 @@ class Machine:
         self.spent = 0.0  # plain calls that would have taken the time, without noise
         self.slowness = 1.0  # of everything, while others use the machine
         self.calls: list[str] = []
-        self.drafts = np.arange(GAMMA, dtype=np.int32)[:, None]
+        self.drafts = self.verified = np.arange(GAMMA, dtype=np.int32)[:, None]
         self.forced: Callable[[], Sequence[int]] = tuple
         self._left = 0  # drafts that may be right
         self._opened: set[str] = set()

@@ -1,0 +1,64 @@
+"""Phrases that a model says often: after two to four tokens, the one that mostly follows them in its own answers.
+
+The table has 2**n entries of 32 bits in little-endian order, each at the hash of a phrase: in the low bits the token
+that follows, plus one (0: no entry); above it bits of another hash, by which most other phrases are told apart. A wrong
+token costs a draft, never an answer. ``ssdevice.export.phrases`` makes it; static n-grams beside those of the text are
+those of llama.cpp's ``lookup``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdevice.errors import BundleError, reading
+
+ROLE, FILE = "phrases", "phrases.bin"
+FEWEST, MOST = 2, 4
+"""Tokens of a phrase before the one that follows."""
+LARGEST = 18
+"""n at most: a megabyte."""
+MASK = (1 << 32) - 1
+
+Hash = TypeVar("Hash", int, NDArray[np.int64])
+
+
+def mixed(state: Hash, token: Hash) -> Hash:
+    """The hash of a phrase, from its first token and the hash of those after it; 0 for none."""
+    state = (state ^ token) * 0x01000193 & MASK
+    return state ^ state >> 15
+
+
+def check_bits(state: int) -> int:
+    """The other hash, in 32 bits."""
+    return state * 0x9E3779B1 & MASK
+
+
+class Phrases:
+    """The table in ``data`` of a model with so many tokens."""
+
+    def __init__(self, data: bytes, vocab: int) -> None:
+        self.data, self.vocab, self._bits = data, vocab, vocab.bit_length()
+        self._entries = memoryview(data).cast("I")
+
+    @classmethod
+    def read(cls, file: Path, vocab: int) -> Self:
+        """The table in a file. Raises InputError for a file that cannot be read, BundleError for one that is none."""
+        with reading(file):
+            data = file.read_bytes() if (size := file.stat().st_size) <= 4 << LARGEST else b""
+        if len(data) < 4 or len(data) & len(data) - 1:
+            raise BundleError(f"{file}: {size} bytes are no table of phrases")
+        return cls(data, vocab)
+
+    def after(self, text: Sequence[int]) -> int | None:
+        """The token that mostly follows the longest phrase at the end of a text."""
+        state, found, bits = 0, None, self._bits
+        for length in range(1, min(MOST, len(text)) + 1):
+            state = mixed(state, text[-length])
+            entry = self._entries[state & len(self._entries) - 1] if length >= FEWEST else 0
+            token = (entry & (1 << bits) - 1) - 1
+            if 0 <= token < self.vocab and entry >> bits == check_bits(state) >> bits:
+                found = token
+        return found
