@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 from ssdevice.data import read_examples
-from ssdevice.export.calibration.rows import tokenized
 from ssdevice.runtime.phrases import FEWEST, FILE, LARGEST, MOST, Phrases, check_bits, mixed
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
@@ -14,13 +13,13 @@ LEAST, SHARE = 3, 0.8
 """How often a phrase must occur, and in which share of the cases the same token must follow it."""
 
 
-def read_phrases(files: Sequence[Path], tokenizer: ChatTokenizer, instruction: str, context: int, vocab: int) -> bytes:
+def read_phrases(files: Sequence[Path], tokenizer: ChatTokenizer, instruction: str, vocab: int) -> bytes:
     """The table for answers in files of rows, or in a file that has one already. Raises InputError."""
     if not files:
         return b""
     if [file.suffix for file in files] == [Path(FILE).suffix]:
         return Phrases.read(files[0], vocab).data
-    return phrase_table(tokenized(read_examples(files), tokenizer, instruction, context), vocab)
+    return phrase_table([tokenizer.sample(example, instruction) for example in read_examples(files)], vocab)
 
 
 def phrase_table(rows: Sequence[Sample], vocab: int) -> bytes:

@@ -237,7 +237,7 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
         (*check_settings(tokenizer, folder, options.choose), *_longer(options.context, config), *base.notes, *notes),
         model_sampling(folder, identity.vocab) if options.choose else None,
-        read_phrases(options.phrases, tokenizer, apps[0].instruction, options.context, identity.vocab),
+        read_phrases(options.phrases, tokenizer, apps[0].instruction, identity.vocab),
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")

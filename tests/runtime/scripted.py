@@ -25,6 +25,7 @@ from ssdevice.contract import (
     PREFILL,
     ROOT,
     STEP,
+    STEP_SHORT,
     TOKENS,
     VALID,
     Geometry,
@@ -77,7 +78,7 @@ class ScriptedCache(Cache):
         else:
             self.steps += 1
             last = int(self.inputs[ROOT][0])
-            out = self.step(last) if function == STEP else self.plain(last)
+            out = self.step(last, function) if function in (STEP, STEP_SHORT) else self.plain(last)
         return {name: np.array(values, np.int32) for name, values in out.items()}
 
     def prefill(self, chunk: Sequence[int]) -> dict[str, Any]:
@@ -86,9 +87,9 @@ class ScriptedCache(Cache):
         context = self.context(chunk)
         return {NEXT_ROOT: [next_token(context, self.geometry.vocab)], NEXT_DRAFTS: self.draft(context)}
 
-    def step(self, last: int) -> dict[str, Any]:
-        geometry, tree = self.geometry, self.geometry.tree
-        slots = [last, *self.inputs[DRAFTS].reshape(-1).tolist()]
+    def step(self, last: int, function: str = STEP) -> dict[str, Any]:
+        geometry = self.geometry if function == STEP else self.geometry.shorter
+        tree, slots = geometry.tree, [last, *self.inputs[DRAFTS][: geometry.gamma].reshape(-1).tolist()]
         tokens = [slots[slot] for slot in tree.draft_indices(geometry.k)]
         past = self.held[: self.length].tolist()
         paths = [[tokens[node] for node in dict.fromkeys(row)] for row in tree.path_table]
@@ -127,7 +128,8 @@ class ScriptedEngine(Engine):
     """Gives scripted caches; ``kind``: of which class."""
 
     def __init__(self, geometry: Geometry, drafter: Drafter, kind: type[ScriptedCache] = ScriptedCache) -> None:
-        super().__init__(geometry, frozenset(FUNCTIONS), Path("scripted"))
+        functions = frozenset(FUNCTIONS) if geometry.short else frozenset(FUNCTIONS) - {STEP_SHORT}
+        super().__init__(geometry, functions, Path("scripted"))
         self.drafter = drafter
         self.kind = kind
 
@@ -144,10 +146,12 @@ def cache_of(conversation: Conversation) -> ScriptedCache:
     return conversation.cache
 
 
-def make_geometry(tree: Tree, *, k: int = 0, vocab: int = 11, context: int = 40, chunk: int = 4) -> Geometry:
+def make_geometry(
+    tree: Tree, *, k: int = 0, vocab: int = 11, context: int = 40, chunk: int = 4, short: int = 0
+) -> Geometry:
     """A geometry whose model sizes do not matter."""
     k = max(k, tree.width)
-    return Geometry(1, 1, 1, vocab, tree.depth, k, tree, context, chunk)
+    return Geometry(1, 1, 1, vocab, tree.depth, k, tree, context, chunk, short=short)
 
 
 def random_drafter(seed: int, oracle: float) -> Drafter:

@@ -2,9 +2,10 @@
 
 A session has one engine and one KV cache; its ``answers`` follow each other, and what a prompt begins with and the
 cache holds is not computed again. The host is given the sizes (``geometry``, ``functions``, ``streams``: whether the
-graphs draft, ``stop_ids``) and for each answer ``prompt``, ``mode``, ``max_tokens`` and, where the host chooses tokens,
-``sampling`` with a ``seed`` (as text: it has 64 bits). It must make the ``calls`` with these ``inputs``, in this order,
-and emit the ``runs``, the tokens of one call each; ``reason`` says why the answer ends.
+graphs draft, ``stop_ids``, ``phrases``: the entries of their table, if there is one) and for each answer ``prompt``,
+``mode``, ``max_tokens`` and, where the host chooses tokens, ``sampling`` with a ``seed`` (as text: it has 64 bits). It
+must make the ``calls`` with these ``inputs``, in this order, and emit the ``runs``, the tokens of one call each;
+``reason`` says why the answer ends.
 
 The engine is scripted: a call returns the recorded ``outputs``, and the clock of adaptive mode goes on by ``seconds``,
 whole numbers. ``logits`` are not stored: an output of ``[n, ..]`` stands for the rows ``sampling.row(vocab, n)``, ..
@@ -42,22 +43,33 @@ from ssdevice.contract import (
     ROOT,
     STATES,
     STEP,
+    STEP_SHORT,
     VERIFY,
     VERIFY_PLAIN,
     CacheForm,
     Geometry,
     functions,
 )
+from ssdevice.export.phrases import phrase_table
 from ssdevice.runtime.adaptive import Adaptive
 from ssdevice.runtime.engine import Inputs, Outputs
 from ssdevice.runtime.lookup import Lookup, LookupOnly
 from ssdevice.runtime.loop import ADAPTIVE, PLAIN_STEP, SPECULATIVE
+from ssdevice.runtime.phrases import Phrases
 from ssdevice.runtime.session import Session
 from ssdevice.text.chat_template import ChatFormat
-from ssdevice.text.tokenizer import ChatTokenizer
+from ssdevice.text.tokenizer import ChatTokenizer, Sample
 from ssdevice.tree import Tree
 from tests.runtime import scripted
-from tests.runtime.scripted import Drafter, ScriptedCache, ScriptedEngine, make_geometry, next_token, random_drafter
+from tests.runtime.scripted import (
+    Drafter,
+    ScriptedCache,
+    ScriptedEngine,
+    continuation,
+    make_geometry,
+    next_token,
+    random_drafter,
+)
 from tests.vectors.sampling import row, sampling_of
 
 FILE = Path(__file__).with_name("sessions.json")
@@ -99,7 +111,7 @@ class RecordingCache(ScriptedCache):
 
     def call(self, function: str, length: int) -> Outputs:
         assert self.inputs[LENGTH][0] == length
-        inputs = {tensor.name: self.inputs[tensor.name].ravel().tolist() for tensor in self.names[function]}
+        inputs = {t.name: self.inputs[t.name][: int(t.shape[0])].ravel().tolist() for t in self.names[function]}
         if PATH in inputs:
             del inputs[PATH][inputs[COUNT][0] :]  # the rest is undefined
         out = self.answer(function, length)
@@ -208,6 +220,13 @@ def _adaptive() -> Iterator[dict[str, Any]]:
     with patch.object(scripted, "next_token", lambda context, vocab: 1 + next_token(context, 3)):
         # Three tokens are soon found again, but what follows them is another one.
         yield _session("adaptive, no streams", CHAIN, [long, shared], streams=False, cost=26, **common)
+    few: dict[str, Any] = {"streams": False, "has": GREEDY | {STEP_SHORT}, "short": 1, **common}
+    with patch.object(scripted, "next_token", lambda context, vocab: 1 + next_token(context[-3:], 6)):
+        starts = product(range(1, 7), repeat=3)
+        answers = [Sample((*start, *continuation(start, 60, VOCAB)), len(start)) for start in starts]
+        asked = [_request([5, 6, 7], ADAPTIVE, 90), _request([3, 9, 4], ADAPTIVE, 60)]
+        yield _session("adaptive, no streams, steps of two lengths", CHAIN, asked, **few)
+        yield _session("the same with phrases", CHAIN, asked, phrases=phrase_table(answers, VOCAB), **few)
 
 
 SAMPLERS: tuple[dict[str, Any], ...] = (
@@ -243,15 +262,17 @@ def _session(
     context: int = 40,
     cost: int = 16,
     oracle: Sequence[float] = (0.7,),
+    short: int = 0,
+    phrases: bytes = b"",
 ) -> dict[str, Any]:
     """A session's answers. ``cost``: of a step, in tenths of a plain call. ``oracle``: how often drafts are right, for
-    some calls each.
+    some calls each. ``short``: drafts of a short step. ``phrases``: a table of them.
     """
     tree = Tree.parse(shape)
     chooses = VERIFY in has
-    sizes = make_geometry(tree, vocab=VOCAB, context=context)
+    sizes = make_geometry(tree, vocab=VOCAB, context=context, short=short)
     geometry = Geometry(**{**vars(sizes), "hidden": HIDDEN if chooses else 0})
-    steps = {STEP: 10 * cost, VERIFY: 9 * cost, DRAFT: cost}
+    steps = {STEP: 10 * cost, STEP_SHORT: 8 * cost, VERIFY: 9 * cost, DRAFT: cost}
     made = Recorder(len(what), {PREFILL: 500, PLAIN: 100, VERIFY_PLAIN: 110, **steps})
     planted: list[int] = []
     guesses = [(share, random_drafter(0, share)) for share in oracle]
@@ -274,9 +295,9 @@ def _session(
     engine = ScriptedEngine(geometry, drafter, Cache)
     engine.functions = has if streams else has - {DRAFT}
     session = Session(engine, _tokenizer(tuple(stop_ids)))
-    drafting = Lookup if streams else LookupOnly
+    known = Phrases(phrases, VOCAB) if phrases else None
     session._adaptive[session._conversation] = {
-        choosing: Adaptive(drafting(), made.clock) for choosing in (False, True)
+        choosing: Adaptive(Lookup() if streams else LookupOnly(known), made.clock) for choosing in (False, True)
     }
     answers = []
     for request in requests:
@@ -292,6 +313,7 @@ def _session(
         "functions": sorted(engine.functions),
         "streams": streams,
         "stop_ids": list(stop_ids),
+        **({"phrases": list(memoryview(phrases).cast("I"))} if phrases else {}),
         "answers": answers,
     }
 
