@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,17 +20,22 @@ from ssdevice.bench.modes import compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP
+from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, STEP_SHORT
+from ssdevice.data import Example
 from ssdevice.errors import ParityError
+from ssdevice.export import forms as module_forms
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import ExportJob, TargetResult
+from ssdevice.export.onnx import exporter
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
 from ssdevice.export.onnx.graphs import LogitsEngine, parts_of, show_regions
 from ssdevice.export.parity.products import QUANTIZED
+from ssdevice.export.phrases import read_phrases
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION
 from ssdevice.runtime.session import Session
 from ssdevice.text.chat_template import PLAIN_PROMPT as NOTE
+from ssdevice.tree import Tree
 from tests.conformance.families import write_family
 from tests.export.models import write_adapter
 from tests.export.onnx import forms
@@ -376,10 +382,14 @@ def test_every_part_of_a_step_is_told_apart(exported: Callable[[str], Bundle], n
 
 
 @pytest.mark.parametrize("quant", ["int8", *OTHERS])
-def test_a_model_without_streams_verifies_drafts_that_repeat_the_text(base: Path, tmp_path: Path, quant: str) -> None:
-    assert main(export(base, tmp_path / "b", "--tree", "chain:3", "--quant", quant)) == 0
+@pytest.mark.parametrize(("tree", "short"), [("chain:3", 0), ("chain:4", 2)])
+def test_a_model_without_streams_verifies_drafts_that_repeat_the_text(
+    base: Path, tmp_path: Path, quant: str, tree: str, short: int
+) -> None:
+    assert main(export(base, tmp_path / "b", "--tree", tree, "--quant", quant)) == 0
     bundle = Bundle.open(tmp_path / "b")
-    assert bundle.manifest.mode is None and bundle.geometry.gamma == 3 and STEP in bundle.functions
+    assert bundle.manifest.mode is None and bundle.geometry.tree == Tree.parse(tree) and STEP in bundle.functions
+    assert bundle.geometry.short == short and (STEP_SHORT in bundle.functions) == (short > 0)
     with Session.open(bundle, threads=1) as session:
         assert not session.streams
         answers = {}
@@ -387,3 +397,48 @@ def test_a_model_without_streams_verifies_drafts_that_repeat_the_text(base: Path
             answers[speculate] = "".join(session.generate("a b a b a b", speculate=speculate, max_tokens=30))
         assert answers[True] == answers[False]
         assert session.last.tokens
+
+
+def test_a_short_step_whose_rows_see_later_drafts_is_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def seeing(name: str, *args: Any) -> Any:
+        module: Any = module_forms.function_module(name, *args)
+        if name == STEP_SHORT:
+            module.ancestors.fill_(True)
+        return module
+
+    monkeypatch.setattr(exporter, "function_module", seeing)
+    assert main(export(base, tmp_path / "b", "--quant", "int8")) == 1
+    assert STEP_SHORT in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+def test_phrases_of_rows_are_in_the_bundle_and_change_no_answer(base: Path, tmp_path: Path) -> None:
+    rows, said = tmp_path / "rows.jsonl", "words that are said again and again"
+    rows.write_text((json.dumps({"prompt": "a", "completion": said}) + "\n") * 3)
+    assert main(export(base, tmp_path / "b", "--quant", "int8", "--phrases", str(rows))) == 0
+    table = Bundle.open(tmp_path / "b").file("phrases")
+    with Session.open(tmp_path / "b", threads=1) as session:
+        row, phrases = session.tokenizer.sample(Example("a", said)), session.phrases
+        assert phrases is not None and phrases.data == table.read_bytes()
+        found = [phrases.after(row.ids[:place]) == row.ids[place] for place in range(row.prompt, len(row.ids))]
+        assert sum(found) > len(found) / 2
+        answers = ["".join(session.generate(said, speculate=each, max_tokens=30)) for each in (True, False)]
+        assert answers[0] == answers[1]
+        assert read_phrases([table], session.tokenizer, "", VOCAB) == table.read_bytes()
+
+
+def test_phrases_that_nothing_drafts_or_that_are_none_are_refused(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, damaged = tmp_path / "rows.jsonl", tmp_path / "phrases.bin"
+    rows.write_text('{"prompt": "a", "completion": "b"}')
+    damaged.write_bytes(bytes(12))
+    for flags, said in (
+        (["--phrases", str(rows), "--adapter", f"app={adapter}"], "without streams"),
+        (["--phrases", str(rows), "--tree", "[]"], "without streams"),
+        (["--phrases", str(damaged)], "12 bytes are no table of phrases"),
+        (["--phrases", str(tmp_path / "absent.bin")], "no such file"),
+    ):
+        assert main([*export(base, tmp_path / "b", *flags), "--dry-run"]) == 2
+        assert said in capsys.readouterr().err
