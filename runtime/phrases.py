@@ -18,8 +18,8 @@ from ssdevice.errors import BundleError, reading
 ROLE, FILE = "phrases", "phrases.bin"
 FEWEST, MOST = 2, 4
 """Tokens of a phrase before the one that follows."""
-LARGEST = 18
-"""n at most: a megabyte."""
+LARGEST = 17
+"""n at most: half a megabyte."""
 MASK = (1 << 32) - 1
 
 Hash = TypeVar("Hash", int, NDArray[np.int64])

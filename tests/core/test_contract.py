@@ -32,7 +32,13 @@ def geometries(draw: st.DrawFn) -> Geometry:
         tree=tree,
         context=context,
         chunk=draw(st.integers(1, 300)),
+        short=draw(st.integers(0, max(0, tree.depth - 1))),
     )
+
+
+def present(g: Geometry, *names: str) -> tuple[str, ...]:
+    """Those that a geometry has."""
+    return tuple(name for name in names if g.short or name != contract.STEP_SHORT)
 
 
 @given(geometries(), st.data())
@@ -51,7 +57,7 @@ def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(g: Ge
     assert 0 <= g.capacity - g.context - max(g.tree.size, g.chunk) < contract.CAPACITY_MULTIPLE
     for cache in CacheForm:
         specs = functions(g, cache, "float16")
-        assert tuple(specs) == contract.FUNCTIONS + contract.CHOOSING
+        assert tuple(specs) == present(g, *contract.FUNCTIONS, *contract.CHOOSING)
         shapes = {name: {t.name: t.shape for t in (*s.inputs, *s.outputs)} for name, s in specs.items()}
         for name, nodes in ((contract.VERIFY, g.tree.size), (contract.VERIFY_PLAIN, 1)):
             assert shapes[name][contract.LOGITS] == (nodes, g.vocab)
@@ -67,7 +73,7 @@ def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(g: Ge
 @given(g=geometries())
 def test_names_are_unique_and_shapes_agree(cache: CacheForm, g: Geometry) -> None:
     specs = functions(g, cache, "float32")
-    assert tuple(specs) == contract.FUNCTIONS
+    assert tuple(specs) == present(g, *contract.FUNCTIONS)
     for name, spec in specs.items():
         assert spec.name == name
         tensors = [*spec.inputs, *spec.outputs, *spec.states]
@@ -79,6 +85,11 @@ def test_names_are_unique_and_shapes_agree(cache: CacheForm, g: Geometry) -> Non
         assert given_drafts.shape == taken_drafts.shape == (g.gamma, g.k)
     assert {t.name: t.shape for t in specs[contract.STEP].outputs}[contract.TOKENS] == (g.tree.emitted,)
     assert {t.name: t.shape for t in specs[contract.PREFILL].inputs}[contract.CHUNK] == (g.chunk,)
+    if g.short:
+        shapes = {t.name: t.shape for t in (*specs[contract.STEP_SHORT].inputs, *specs[contract.STEP_SHORT].outputs)}
+        assert shapes[contract.DRAFTS] == (g.short, g.k) and shapes[contract.TOKENS] == (g.short + 1,)
+        assert shapes[contract.NEXT_DRAFTS] == (g.gamma, g.k)
+        assert g.shorter.tree.paths == tuple(path for path in g.tree.paths if len(path) <= g.short)
 
 
 @given(geometries())
@@ -95,6 +106,7 @@ def test_state_form_keeps_the_cache_in_the_graph(g: Geometry) -> None:
 @given(geometries())
 def test_rows_form_takes_the_past_and_gives_the_new_rows(g: Geometry) -> None:
     new_rows = {contract.STEP: g.tree.emitted, contract.PREFILL: g.chunk, contract.PLAIN: 1}
+    new_rows[contract.STEP_SHORT] = g.short + 1
     expected = [name(layer) for layer in range(g.layers) for name in (contract.past_key, contract.past_value)]
     for spec in functions(g, CacheForm.EXTERNAL, "float32").values():
         assert spec.states == ()
@@ -132,6 +144,8 @@ def test_integers_stand_first_in_the_signature() -> None:
         ({"k": 0}, "k is 0"),
         ({"k": 1}, "candidate 1"),
         ({"k": 101}, "k is 101, the model has 100"),
+        ({"short": 2}, "short is 2, the tree is 2 deep"),
+        ({"short": -1}, "short is -1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:

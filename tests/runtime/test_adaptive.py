@@ -142,6 +142,24 @@ def test_a_plain_call_leaves_the_rest_of_the_draft() -> None:
     assert machine.drafts[:-1, 0].tolist() == [*range(1, GAMMA)] and not adaptive.speculated
 
 
+@pytest.mark.parametrize("noise", [QUIET, SHARED], ids=["quiet", "shared"])
+@pytest.mark.parametrize("fit", [0.0, 0.3, 0.6, 0.8])
+def test_steps_of_two_lengths_are_judged_by_what_each_costs(fit: float, noise: Noise) -> None:
+    def steps(machine: Machine) -> Iterator[bool]:
+        """Two short steps, then one of all drafts."""
+        while True:
+            yield from (True, True, False)
+
+    for seed in range(4):
+        machine, always = Machine(1.8, fit, seed, noise), Machine(1.8, fit, seed)
+        short, fixed = steps(machine), steps(always)
+        adaptive = Adaptive(lambda conversation, last: conversation.step(last, next(short)), machine.clock)  # noqa: B023
+        machine.decode(adaptive, 2000)
+        speed = sum(len(always.step(0, next(fixed))) for _ in range(3000)) / always.spent
+        assert machine.decode(adaptive, 3000) >= 0.95 * max(1.0, speed), seed
+        assert adaptive._price == pytest.approx(0.2, rel=0.3)
+
+
 def test_the_call_that_opens_a_graph_does_not_count() -> None:
     machine = Machine(2.0, 0.0, noise=Noise(opening=100.0))
     machine.decode(adaptive_on(machine), 200)

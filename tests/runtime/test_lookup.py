@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ssdevice.export.phrases import phrase_table
 from ssdevice.runtime.adaptive import Adaptive
-from ssdevice.runtime.lookup import MOST, Lookup, LookupOnly
+from ssdevice.runtime.conversation import Conversation
+from ssdevice.runtime.lookup import CERTAIN, MOST, Lookup, LookupOnly
 from ssdevice.runtime.loop import Advance, decode, plain
+from ssdevice.runtime.phrases import Phrases
 from ssdevice.text.stream import Emission
+from ssdevice.text.tokenizer import Sample
 from ssdevice.tree import Tree
 from tests.runtime import scripted
 from tests.runtime.scripted import ScriptedCache, ScriptedEngine, make_geometry, random_drafter
@@ -140,6 +144,38 @@ def test_two_tokens_that_occurred_before_are_enough_without_streams() -> None:
         conversation.text, conversation.length = [5, 6, 7, 9, 5], 5
         lookup._draft(conversation, 6)
         assert conversation.drafts[:, 0].tolist() == drafted
+
+
+def test_a_short_step_verifies_what_a_short_match_drafts(turning: None) -> None:
+    """A match grows from call to call; from CERTAIN tokens on all drafts are verified."""
+    geometry = make_geometry(Tree.chain(4), vocab=VOCAB, context=90, short=2)
+    conversation, lookup = ScriptedEngine(geometry, no_streams).new_conversation(), LookupOnly()
+    seen: list[tuple[int, int]] = []
+
+    def advance(conversation: Conversation, last: int) -> Sequence[int]:
+        tokens = lookup(conversation, last)
+        if tokens:
+            seen.append((lookup._matched, len(conversation.verified)))
+        return tokens or plain(conversation, last)
+
+    answer = decode(conversation, [0], advance, lambda run: Emission("", len(run), False), 60)
+    said = [token for run in answer for token in run.tokens]
+    assert said == [TURN[i % len(TURN)] for i in range(1, 61)]
+    assert {drafts for matched, drafts in seen if matched < CERTAIN} == {2}
+    assert {drafts for matched, drafts in seen if matched >= CERTAIN} == {4}
+
+
+def test_phrases_are_drafted_where_the_text_has_no_match() -> None:
+    rows = [Sample((0, 6, 7, 3, 4, 5), 1)] * 3
+    lookup = LookupOnly(Phrases(phrase_table(rows, VOCAB), VOCAB))
+    conversation = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), no_streams).new_conversation()
+    conversation.text, conversation.length = [5, 6], 2
+    lookup._draft(conversation, 7)
+    assert conversation.drafts[:, 0].tolist() == [3, 4, 5] and lookup._matched == 0
+    conversation.text, conversation.length = [6, 7, 2, 1, 6], 5  # what the text says goes first
+    conversation.drafts[:] = 0
+    lookup._draft(conversation, 7)
+    assert conversation.drafts[:, 0].tolist() == [2, 1, 6] and lookup._matched == 2
 
 
 @settings(deadline=None)

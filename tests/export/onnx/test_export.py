@@ -419,7 +419,7 @@ def test_phrases_of_rows_are_in_the_bundle_and_change_no_answer(base: Path, tmp_
     assert main(export(base, tmp_path / "b", "--quant", "int8", "--phrases", str(rows))) == 0
     table = Bundle.open(tmp_path / "b").file("phrases")
     with Session.open(tmp_path / "b", threads=1) as session:
-        row, phrases = session.tokenizer.sample(Example("a", said)), session.phrases
+        row, phrases = session.tokenizer.sample(Example("a", said), ""), session.phrases
         assert phrases is not None and phrases.data == table.read_bytes()
         found = [phrases.after(row.ids[:place]) == row.ids[place] for place in range(row.prompt, len(row.ids))]
         assert sum(found) > len(found) / 2
