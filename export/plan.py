@@ -138,8 +138,8 @@ class ExportPlan:
     @property
     def function_names(self) -> tuple[str, ...]:
         """The contract's functions in this export."""
-        names: tuple[str, ...] = contract.FUNCTIONS if self.geometry.gamma else (contract.PREFILL, contract.PLAIN)
-        names = names if self.geometry.short else tuple(name for name in names if name != contract.STEP_SHORT)
+        names: tuple[str, ...] = contract.GREEDY if self.geometry.short else contract.FUNCTIONS
+        names = names if self.geometry.gamma else (contract.PREFILL, contract.PLAIN)
         if not self.geometry.hidden:
             return names
         verify = (contract.VERIFY, contract.VERIFY_PLAIN) if self.geometry.gamma else (contract.VERIFY_PLAIN,)

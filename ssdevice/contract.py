@@ -45,8 +45,10 @@ from ssdevice.tree import MAX_NODES, Tree
 STEP = "step"
 PREFILL = "prefill"
 PLAIN = "step_plain"
+FUNCTIONS = (STEP, PREFILL, PLAIN)
 STEP_SHORT = "step_short"
-FUNCTIONS = (STEP, PREFILL, PLAIN, STEP_SHORT)
+GREEDY = (*FUNCTIONS, STEP_SHORT)
+"""All for which the graph chooses."""
 VERIFY = "verify"
 VERIFY_PLAIN = "verify_plain"
 DRAFT = "draft"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, STEP_SHORT, Geometry
+from ssdevice.contract import GREEDY, PLAIN, PREFILL, STEP, STEP_SHORT, Geometry
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.difference import Array
@@ -78,7 +78,7 @@ class TorchDriver:
     def __init__(self, job: ExportJob, jitter: float = 0.0, seed: int = 0) -> None:
         plan, model = job.plan, job.loaded.model
         self.geometry = g = plan.geometry
-        names = [name for name in plan.function_names if name in FUNCTIONS]
+        names = [name for name in plan.function_names if name in GREEDY]
         self.modules = {name: function_module(name, model, g, plan.schedule) for name in names}
         self.model, self.jitter = model, jitter
         self.draw = torch.Generator().manual_seed(seed)

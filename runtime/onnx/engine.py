@@ -18,7 +18,7 @@ import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 
 from ssdevice.bundle.manifest import Precision
-from ssdevice.contract import CHOOSING, FUNCTIONS, PAST, ROWS, STEP, CacheForm, Geometry, functions
+from ssdevice.contract import CHOOSING, GREEDY, PAST, ROWS, STEP, CacheForm, Geometry, functions
 from ssdevice.errors import BundleError, first_line
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Kernel, Outputs, check_cache
 from ssdevice.runtime.onnx import kernels
@@ -208,7 +208,7 @@ class _Call:
 def app_graphs(bundle: "Bundle", app: str | None) -> tuple[dict[str, Path], Geometry]:
     """The graphs of an app by function, and its geometry, which without streams is that of plain decoding."""
     own = bundle.function_names(app)
-    files = {function: bundle.file(own[function]) for function in FUNCTIONS + CHOOSING if function in own}
+    files = {function: bundle.file(own[function]) for function in GREEDY + CHOOSING if function in own}
     geometry = bundle.geometry
     if STEP not in files and geometry.gamma:
         geometry = geometry.plain

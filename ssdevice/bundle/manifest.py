@@ -38,7 +38,7 @@ ROLE: Rule = {
     "pattern": f"^[a-z][a-z0-9_]*(:{SEGMENT})?$",
     "description": "a word in lower case, such as tokenizer, or with a name, such as adapter:sql",
 }
-EVERY_FUNCTION = contract.FUNCTIONS + contract.CHOOSING
+EVERY_FUNCTION = contract.GREEDY + contract.CHOOSING
 COUNT: Rule = within(0, MAX_FILE_BYTES)
 SHORT: Rule = {"maxLength": 200}
 TEXT: Rule = {"maxLength": 1 << 16}

@@ -57,7 +57,7 @@ def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(g: Ge
     assert 0 <= g.capacity - g.context - max(g.tree.size, g.chunk) < contract.CAPACITY_MULTIPLE
     for cache in CacheForm:
         specs = functions(g, cache, "float16")
-        assert tuple(specs) == present(g, *contract.FUNCTIONS, *contract.CHOOSING)
+        assert tuple(specs) == present(g, *contract.GREEDY, *contract.CHOOSING)
         shapes = {name: {t.name: t.shape for t in (*s.inputs, *s.outputs)} for name, s in specs.items()}
         for name, nodes in ((contract.VERIFY, g.tree.size), (contract.VERIFY_PLAIN, 1)):
             assert shapes[name][contract.LOGITS] == (nodes, g.vocab)
@@ -73,7 +73,7 @@ def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(g: Ge
 @given(g=geometries())
 def test_names_are_unique_and_shapes_agree(cache: CacheForm, g: Geometry) -> None:
     specs = functions(g, cache, "float32")
-    assert tuple(specs) == present(g, *contract.FUNCTIONS)
+    assert tuple(specs) == present(g, *contract.GREEDY)
     for name, spec in specs.items():
         assert spec.name == name
         tensors = [*spec.inputs, *spec.outputs, *spec.states]

@@ -20,6 +20,7 @@ from ssdevice.contract import (
     COUNT,
     DRAFTS,
     FUNCTIONS,
+    GREEDY,
     NEXT_DRAFTS,
     NEXT_ROOT,
     PREFILL,
@@ -128,8 +129,7 @@ class ScriptedEngine(Engine):
     """Gives scripted caches; ``kind``: of which class."""
 
     def __init__(self, geometry: Geometry, drafter: Drafter, kind: type[ScriptedCache] = ScriptedCache) -> None:
-        functions = frozenset(FUNCTIONS) if geometry.short else frozenset(FUNCTIONS) - {STEP_SHORT}
-        super().__init__(geometry, functions, Path("scripted"))
+        super().__init__(geometry, frozenset(GREEDY if geometry.short else FUNCTIONS), Path("scripted"))
         self.drafter = drafter
         self.kind = kind
 

@@ -20,7 +20,7 @@ from ssdevice.bench.modes import compare_modes
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
 from ssdevice.config import Mode, Schedule
-from ssdevice.contract import FUNCTIONS, PLAIN, PREFILL, STEP, STEP_SHORT
+from ssdevice.contract import GREEDY, PLAIN, PREFILL, STEP, STEP_SHORT
 from ssdevice.data import Example
 from ssdevice.errors import ParityError
 from ssdevice.export import forms as module_forms
@@ -139,7 +139,7 @@ def test_rejected_drafts_change_nothing(exported: Callable[[str], Bundle], name:
 
 
 @pytest.mark.parametrize(
-    ("tree", "functions"), [((), FUNCTIONS), pytest.param(("--tree", "[]"), (PREFILL, PLAIN), marks=WIDE)]
+    ("tree", "functions"), [((), GREEDY), pytest.param(("--tree", "[]"), (PREFILL, PLAIN), marks=WIDE)]
 )
 def test_without_an_adapter_drafts_repeat_the_text_unless_only_plain_decoding_is_wanted(
     base: Path, tmp_path: Path, tree: tuple[str, ...], functions: tuple[str, ...]
