@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "contract.h"
-#include "processors.h"
+#include "phrases.h"
 #include "sha256.h"
 
 namespace fs = std::filesystem;
@@ -58,15 +58,30 @@ class Bundle {
     return ids;
   }
 
-  // The graph of a function of the contract, which the bundle `has`.
-  fs::path graph(const std::string& function) const {
-    const std::string path = manifest_.value("roles", Json::object()).value(function, function);
+  // What the model says often, if the bundle has a table of it.
+  Phrases phrases() const {
+    if (!manifest_.value("roles", Json::object()).contains(kPhrases)) return {};
+    const fs::path table = file(kPhrases);
+    const uintmax_t size = fs::file_size(table);
+    if (size < 4 || size > Phrases::kMostBytes || size & (size - 1)) {
+      throw Error(table.string() + ": " + std::to_string(size) + " bytes are no table of phrases");
+    }
+    std::vector<unsigned char> bytes(size);
+    std::ifstream(table, std::ios::binary).read(reinterpret_cast<char*>(bytes.data()), size);
+    std::vector<uint32_t> entries(size / 4);
+    for (size_t at = 0; at < size; ++at) entries[at / 4] |= uint32_t{bytes[at]} << 8 * (at % 4);
+    return {std::move(entries), geometry_.vocab};
+  }
+
+  // The file with a role, such as the graph of a function of the contract, which the bundle `has`.
+  fs::path file(const std::string& role) const {
+    const std::string path = manifest_.value("roles", Json::object()).value(role, role);
     if (!manifest_.at("files").contains(path)) throw Error(folder_.string() + ": there is no file " + safe(path));
     return folder_ / path;
   }
 
  private:
-  static constexpr auto kManifest = "manifest.json", kSignature = "manifest.json.sig";
+  static constexpr auto kManifest = "manifest.json", kSignature = "manifest.json.sig", kPhrases = "phrases";
   static constexpr size_t kMostFiles = 4096;
   static constexpr uintmax_t kMostManifestBytes = 4 << 20;
 
@@ -153,7 +168,7 @@ class Bundle {
     }
     for (const char* name : kFunctions) {
       const bool chooses = name == kVerify || name == kVerifyPlain || name == kDraft;
-      if (has(name) && (geometry_.hidden || !chooses)) ordered.emplace_back(name);
+      if (has(name) && (geometry_.hidden || !chooses) && (geometry_.few || name != kStepShort)) ordered.emplace_back(name);
     }
     if (names != ordered || !has(kPrefill) || !(has(kStep) || has(kPlain)) || (has(kStep) && !geometry_.gamma)) {
       refuse("functions: expected prefill, and step (with streams) or step_plain, in the contract's order");

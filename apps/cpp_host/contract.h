@@ -11,9 +11,9 @@ using Type = ONNXTensorElementDataType;
 
 constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain";
+constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain", kStepShort = "step_short";
 constexpr auto kVerify = "verify", kVerifyPlain = "verify_plain", kDraft = "draft";  // for hosts that choose tokens
-inline constexpr auto kFunctions = {kStep, kPrefill, kPlain, kVerify, kVerifyPlain, kDraft};  // in the order of manifests
+inline constexpr auto kFunctions = {kStep, kPrefill, kPlain, kStepShort, kVerify, kVerifyPlain, kDraft};  // in the order of manifests
 constexpr int64_t kPast = -1;  // in a shape: the number of rows that the graph is shown
 
 constexpr int64_t bytes_of(Type type) { return type == kHalf ? 2 : 4; }
@@ -46,9 +46,10 @@ struct Function {
   }
 };
 
-// `emitted`: the most tokens of a step. `hidden`: elements of a state, 0 without functions for hosts that choose tokens.
+// `emitted`: the most tokens of a step. `hidden`: elements of a state, 0 without functions for hosts that choose tokens. `few`: drafts
+// that a short step verifies, 0 without it.
 struct Geometry {
-  int64_t layers, width, vocab, gamma, k, context, chunk, hidden, emitted;
+  int64_t layers, width, vocab, gamma, k, context, chunk, hidden, few, emitted;
   Type type;                 // of the cache
   std::vector<Shape> nodes;  // of the tree: the ranks of the drafts on the way to each, the root first
 
@@ -57,7 +58,7 @@ struct Geometry {
     const auto number = [&](const char* name) { return numbers.at(name).get<int64_t>(); };
     layers = number("layers"), width = number("kv_heads") * number("head_dim"), vocab = number("vocab");
     gamma = number("gamma"), k = number("k"), context = number("context"), chunk = number("chunk");
-    hidden = numbers.value("hidden", int64_t{0});
+    hidden = numbers.value("hidden", int64_t{0}), few = numbers.value("short", int64_t{0});
     const auto tree = numbers.at("tree").get<std::vector<Shape>>();
     std::set<Shape> known{{}};
     Shape last;
@@ -71,8 +72,8 @@ struct Geometry {
     nodes = tree;
     nodes.insert(nodes.begin(), Shape());
     emitted = static_cast<int64_t>(last.size()) + 1;
-    if (emitted > gamma + 1 || k > vocab || context <= static_cast<int64_t>(known.size())) {
-      throw Error("geometry: gamma, k, vocab, context and tree contradict each other");
+    if (emitted > gamma + 1 || k > vocab || context <= static_cast<int64_t>(known.size()) || (few && few + 1 >= emitted)) {
+      throw Error("geometry: gamma, k, vocab, context, short and tree contradict each other");
     }
   }
 
@@ -88,10 +89,10 @@ struct Geometry {
     const TensorSpec root{"root", {1}, kInt32}, drafts{"drafts", {gamma, k}, kInt32}, length{"length", {1}, kInt32};
     const TensorSpec next{"next_drafts", {gamma, k}, kInt32};
     int64_t rows = 1;
-    if (name == kStep) {
-      made.inputs = {root, drafts, length};
-      made.outputs = {{"tokens", {emitted}, kInt32}, {"count", {1}, kInt32}, next};
-      rows = emitted;
+    if (name == kStep || name == kStepShort) {
+      rows = name == kStep ? emitted : few + 1;
+      made.inputs = {root, name == kStep ? drafts : TensorSpec{"drafts", {few, k}, kInt32}, length};
+      made.outputs = {{"tokens", {rows}, kInt32}, {"count", {1}, kInt32}, next};
     } else if (name == kPrefill) {
       made.inputs = {{"chunk", {chunk}, kInt32}, {"valid", {1}, kInt32}, length};
       made.outputs = {{"next_root", {1}, kInt32}, next};

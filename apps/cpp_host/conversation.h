@@ -7,6 +7,7 @@
 
 #include "choice.h"
 #include "contract.h"
+#include "phrases.h"
 
 // Seconds on a clock that only goes on.
 inline double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -27,25 +28,30 @@ class Callable {
   virtual void commit(int64_t length, const Ids& nodes) = 0;
 };
 
-// The functions of one app on one cache. `streams`: whether steps return drafts; otherwise all of them are the caller's.
+// The functions of one app on one cache. `streams`: whether steps return drafts; otherwise all of them are the caller's, who may use
+// `phrases`.
 class Engine {
  public:
   virtual ~Engine() = default;
   virtual const Geometry& geometry() const = 0;
   virtual bool streams() const = 0;
+  virtual Phrases phrases() const = 0;
   virtual bool has(const std::string& function) const = 0;
   virtual std::unique_ptr<Callable> open(const std::string& function) = 0;
 };
 
 // `length`: committed rows; going back means lowering it. `text`: their tokens; what follows them is undefined. `drafts`: what the next
-// step verifies, `candidates` for each token; any ids may be written into it. `chooser`: chooses the tokens of `step` and `plain` from
-// logits; without one the graphs do, greedily. `call_seconds`: of the calls of `step` and `plain` inside the engine.
+// step verifies, `candidates` for each token; any ids may be written into it. `few`: how many tokens' a short step does, 0 without one;
+// `verified`: how many the last step did. `chooser`: chooses the tokens of `step` and `plain` from logits; without one the graphs do,
+// greedily. `call_seconds`: of the calls of `step` and `plain` inside the engine.
 class Conversation {
  public:
   const int64_t context, vocab;
-  const size_t candidates;
+  const size_t candidates, few;
   const bool streams;
+  const Phrases phrases;
   int64_t length = 0;
+  size_t verified = 0;
   Ids text, drafts;
   std::unique_ptr<Chooser> chooser;
   double call_seconds = 0;
@@ -55,7 +61,9 @@ class Conversation {
       : context(engine.geometry().context),
         vocab(engine.geometry().vocab),
         candidates(engine.geometry().k),
+        few(engine.has(kStepShort) ? engine.geometry().few : 0),
         streams(engine.streams()),
+        phrases(engine.phrases()),
         drafts(engine.geometry().gamma * engine.geometry().k),
         engine_(engine),
         nodes_(engine.geometry().nodes) {}
@@ -96,10 +104,13 @@ class Conversation {
     return prefill.ids["next_root"][0];
   }
 
-  // The tokens after `last`: the accepted drafts and the token after them. Sets `drafts`.
-  Ids step(int32_t last) {
-    Callable& step = function(chooser ? kVerify : kStep);
-    std::copy(drafts.begin(), drafts.end(), step.ids["drafts"].begin());
+  // The tokens after `last`: the accepted drafts and the token after them. Sets `drafts`. `brief`: verifies the first ones only, where the
+  // graphs choose.
+  Ids step(int32_t last, bool brief = false) {
+    Callable& step = function(chooser ? kVerify : brief ? kStepShort : kStep);
+    Ids& first_drafts = step.ids["drafts"];
+    std::copy_n(drafts.begin(), first_drafts.size(), first_drafts.begin());
+    verified = first_drafts.size() / candidates;
     call(step, last);
     const auto [path, tokens] = chooser ? walk(step) : accepted(step);
     keep(step, tokens, path);

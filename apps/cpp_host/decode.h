@@ -19,6 +19,7 @@ inline std::vector<const char*> functions_for(Mode mode, bool chooses) {
   std::vector<const char*> found{kPrefill};
   if (mode != Mode::kPlain) found.insert(found.end(), {chooses ? kVerify : kStep, chooses ? kDraft : kStep});
   if (mode == Mode::kPlain || mode == Mode::kAdaptive) found.push_back(chooses ? kVerifyPlain : kPlain);
+  if (mode == Mode::kAdaptive && !chooses) found.push_back(kStepShort);
   return found;
 }
 

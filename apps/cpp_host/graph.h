@@ -265,10 +265,11 @@ class GraphEngine : public Engine {
 
   const Geometry& geometry() const override { return bundle_.geometry(); }
   bool streams() const override { return bundle_.streams(); }
+  Phrases phrases() const override { return streams() ? Phrases() : bundle_.phrases(); }
   bool has(const std::string& function) const override { return bundle_.has(function); }
 
   std::unique_ptr<Callable> open(const std::string& function) override {
-    return std::make_unique<Graph>(bundle_.graph(function), options_, geometry().function(function), cache_);
+    return std::make_unique<Graph>(bundle_.file(function), options_, geometry().function(function), cache_);
   }
 
  private:

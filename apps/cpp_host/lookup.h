@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 
 #include "conversation.h"
 
@@ -12,12 +13,13 @@ class Lookup {
   // Another prompt is answered. What was learned lasts.
   void begin() { ends_.clear(), indexed_ = 0; }
 
-  // The tokens after `last`, from a step; none, without a step, if the model has no streams and the text does not repeat itself.
+  // The tokens after `last`, from a step; none, without a step, if the model has no streams, the text does not repeat itself, and it ends
+  // with no phrase. Without streams a short step is enough unless a long match makes drafts likely to be right.
   Ids step(Conversation& conversation, int32_t last) {
     if (!conversation.streams) {
       lead_ = kMost;
       draft(conversation, last);
-      return differing_ && depth_ == 0 ? conversation.step(last) : Ids{};
+      return differing_ && depth_ == 0 ? conversation.step(last, conversation.few && matched_ < kCertain) : Ids{};
     }
     if (rest_) return --rest_, conversation.step(last);
     draft(conversation, last);
@@ -30,7 +32,7 @@ class Lookup {
   }
 
  private:
-  static constexpr size_t kShortest = 3, kAlone = 2, kLongest = 16, kRecent = 8;
+  static constexpr size_t kShortest = 3, kAlone = 2, kLongest = 16, kCertain = 8, kRecent = 8;
   static constexpr int kStart = -2, kMost = 8, kFar = -16, kRest = 1024;
 
   void draft(Conversation& conversation, int32_t last) {
@@ -42,9 +44,11 @@ class Lookup {
     indexed_ = text.size(), differing_ = false;
     for (size_t depth = 0; depth * conversation.candidates < conversation.drafts.size(); ++depth) {
       int32_t best = conversation.drafts[depth * conversation.candidates];
-      if (const size_t at = match(text); at && text[at] != best) {
-        if (!differing_) differing_ = true, depth_ = depth, looked_up_ = text[at], streamed_ = best;
-        if (lead_ > 0) conversation.propose(depth, best = text[at]);
+      const std::optional<int32_t> found = next(conversation, text);
+      if (depth == 0) matched_ = longest_;
+      if (found && *found != best) {
+        if (!differing_) differing_ = true, depth_ = depth, looked_up_ = *found, streamed_ = best;
+        if (lead_ > 0) conversation.propose(depth, best = *found);
       }
       text.push_back(best);
     }
@@ -52,26 +56,27 @@ class Lookup {
 
   Ids before(const Ids& text, size_t end) const { return {text.begin() + (end - shortest_), text.begin() + end}; }
 
-  // Where the token stands that followed the longest match of the text's end; the last of those wins a tie. 0 without one.
-  size_t match(const Ids& text) const {
-    if (text.size() < shortest_) return 0;
-    const auto found = ends_.find(before(text, text.size()));
-    if (found == ends_.end()) return 0;
+  // The token that followed the longest match of the text's end; the last occurrence wins a tie. Without one it is what phrases say.
+  std::optional<int32_t> next(const Conversation& conversation, const Ids& text) {
+    longest_ = 0;
+    const auto found = text.size() < shortest_ ? ends_.end() : ends_.find(before(text, text.size()));
+    if (found == ends_.end()) return conversation.phrases.after(text);
     const std::vector<size_t>& ends = found->second;
-    size_t best = 0, longest = 0;
-    for (size_t back = 1; back <= std::min(ends.size(), kRecent) && longest < kLongest; ++back) {
+    size_t best = 0;
+    for (size_t back = 1; back <= std::min(ends.size(), kRecent) && longest_ < kLongest; ++back) {
       const size_t end = ends[ends.size() - back];
       size_t size = 0;
       while (size < std::min(end, kLongest) && text[end - 1 - size] == text[text.size() - 1 - size]) ++size;
-      if (size > longest) best = end, longest = size;
+      if (size > longest_) best = end, longest_ = size;
     }
-    return best;
+    return text[best];
   }
 
   int lead_ = kStart, rest_ = 0;
   std::map<Ids, std::vector<size_t>> ends_;  // where the shortest match ends and another token follows
   size_t shortest_ = kShortest;              // tokens that must have occurred before
   size_t indexed_ = 0;                       // tokens of the text whose matches are in there
+  size_t longest_ = 0, matched_ = 0;         // tokens of the last match, and of that of the first draft
   bool differing_ = false;                   // whether a draft differed from the streams'; then the first one's depth, and both tokens
   size_t depth_ = 0;
   int32_t looked_up_ = 0, streamed_ = 0;

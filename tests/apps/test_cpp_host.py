@@ -219,13 +219,31 @@ def recommending(bundle: Bundle, folder: Path, **sampling: object) -> Path:
     return folder
 
 
-def test_drafts_repeat_the_text_of_a_model_without_streams(with_kernels: bool) -> None:
-    bundle = tiny.tiny_bundle("int8", streams=False, repeats=3)
+@pytest.mark.parametrize(("repeats", "short", "least"), [(3, 0, 1.5), (4, 2, 1.4)])
+def test_drafts_repeat_the_text_of_a_model_without_streams(
+    repeats: int, short: int, least: float, with_kernels: bool
+) -> None:
+    bundle = tiny.tiny_bundle("int8", streams=False, repeats=repeats)
+    assert bundle.geometry.short == short
     compare(bundle, lambda _: [[1, 2, 3, 4] * 4, [7, 5, 3], [2] * 9], 60, with_kernels)
     options = [] if with_kernels else ["--no-kernels"]
     done = run(bundle.folder, lines([[2] * 9]), "--max-tokens", "13", *options)
     assert len(set(done.stdout.split())) == 1  # the model repeats a token so often
-    assert float(done.stderr.split()[2]) > 1.5, done.stderr
+    assert float(done.stderr.split()[2]) > least, done.stderr
+
+
+@pytest.mark.parametrize(("beyond", "per_call"), [(False, 2), (True, 1)])
+def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, per_call: int) -> None:
+    bundle, prompt, answer = tiny.bundle_with_a_phrase(tmp_path / "bundle", beyond=beyond)
+    compare(bundle, lambda _: [prompt, *([token] for token in range(1, 10))], 20, with_kernels=False)
+    done = run(bundle.folder, lines([prompt]), "--max-tokens", "3", "--no-kernels")
+    assert (done.returncode, done.stdout) == (0, lines([answer])), done.stderr
+    assert float(done.stderr.split()[2]) == per_call
+
+
+def test_a_table_of_phrases_that_is_none_is_one_line(tmp_path: Path) -> None:
+    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(12))
+    refused(run(bundle.folder, "1 2 3\n", "--no-kernels"), "phrases.bin: 12 bytes are no table of phrases")
 
 
 def test_a_bundle_for_plain_decoding_needs_no_option(with_kernels: bool) -> None:
@@ -337,6 +355,8 @@ def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
         ("geometry/context", 96.0, '["context"] is number, expected integer'),
         ("geometry/context", 1 << 80, '["context"] is number, expected integer'),
         ("geometry/context", 4, "contradict each other"),
+        ("geometry/short", 3, "contradict each other"),
+        ("geometry/short", 32, '["short"] is 32, expected 0 to 31'),
         ("geometry/chunk", 1 << 16, 'function "prefill" does not follow'),
         ("geometry/tree", [[0], [0]], "no tree of 2 candidates"),
         ("geometry/tree", [[2]], "no tree of 2 candidates"),
@@ -346,9 +366,10 @@ def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
         ("geometry/vocab", 98, "model and geometry"),
         ("functions/0/inputs/1/shape/1", 5, 'function "step" does not follow'),
         ("functions/0/name", "sleep", 'function "sleep" does not follow'),
+        ("functions/0/name", "step_short", 'function "step_short" does not follow'),
         ("functions/0/inputs/3/shape/0", "future", "the unknown size"),
         ("functions/0/outputs/3/dtype", "float8", 'no tensors of "float8"'),
-        ("functions", [], "the number of entries is 0, expected 1 to 6"),
+        ("functions", [], "the number of entries is 0, expected 1 to 7"),
         ("cache", "state", "another target than onnx"),
         ("precision", "int2", '["precision"] is not one of'),
         ("mode", None, "geometry.gamma, msa_layers and mode contradict each other"),

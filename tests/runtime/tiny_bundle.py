@@ -7,8 +7,15 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.config import StreamConfig
+from ssdevice.export.phrases import LEAST, phrase_table
+from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.phrases import FILE, ROLE
+from ssdevice.runtime.session import Session
+from ssdevice.text.tokenizer import Sample
 from ssdevice.tree import Tree
 from tests.once import made_once
 from tests.runtime.scripted import TEMPLATE, make_tokenizer
@@ -91,6 +98,30 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0, cho
         export_bundle(options, lambda *_: None)
 
     return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}-{repeats}{'-choose' * choose}", export))
+
+
+def bundle_with_a_phrase(out: Path, *, beyond: bool = False) -> tuple[Bundle, list[int], list[int]]:
+    """A bundle without streams, a prompt of it and the first three tokens of the answer, of which its phrases say the
+    second. ``beyond``: they say a token that the model does not have."""
+    mine = tiny_bundle("int8", streams=False, repeats=4)
+    vocab = mine.geometry.vocab
+    with Session.open(mine, options=EngineOptions(threads=1, kernels=False)) as session:
+        for prompt in ([token] for token in range(1, vocab)):
+            answer = [token for run in session.runs(prompt, max_tokens=3, mode="plain") for token in run.tokens]
+            if len(answer) == 3:
+                break
+    table = phrase_table([Sample((*prompt, *answer[:2]), 1)] * LEAST, vocab)
+    if beyond:
+        table = (np.frombuffer(table, "<u4") | (1 << vocab.bit_length()) - 1).tobytes()
+    return with_phrases(mine, out, table), prompt, answer
+
+
+def with_phrases(bundle: Bundle, out: Path, table: bytes) -> Bundle:
+    """A copy of a bundle with a table of phrases."""
+    with BundleWriter(out) as writer:
+        writer.add_bundle(bundle)
+        writer.add_file(FILE, table, ROLE)
+        return writer.commit(bundle.manifest)
 
 
 def bundle_of_another_base(out: Path) -> Path:

@@ -74,6 +74,7 @@ class RecordedEngine : public Engine {
   explicit RecordedEngine(const Json& session) : geometry_(session.at("geometry"), kFloat), session_(session) {}
   const Geometry& geometry() const override { return geometry_; }
   bool streams() const override { return session_.at("streams"); }
+  Phrases phrases() const override { return {session_.value("phrases", std::vector<uint32_t>()), geometry_.vocab}; }
   bool has(const std::string& function) const override {
     const Json& has = session_.at("functions");
     return std::find(has.begin(), has.end(), function) != has.end();
