@@ -15,14 +15,16 @@ const [CLEAR, RARELY] = [0.5, 256];
  */
 export class Adaptive {
   lookup = new Lookup();
-  /** @type {boolean[]} by kind: whether there was such a call; here and below, 1 is a step and 0 a plain call */
-  #opened = [false, false];
+  /** @type {Set<number>} kinds of calls that were made; here and below, the drafts that it verifies */
+  #opened = new Set();
   #before = { kind: 0, seconds: 0 }; // the last call; 0 seconds if it opened a graph
-  /** @type {number[]} of neighbouring calls */
-  #ratios = [];
-  #cost = 0; // of a step, in plain calls; 0: not known yet
+  /** @type {number[]} of drafts, by neighbouring calls */
+  #prices = [];
+  /** @type {number | null} of a draft, in plain calls, null: not known yet; a step costs one plus this */
+  #price = null;
   #emitted = CREDIT; // tokens since the last pause
   #count = 0; // steps since the last pause
+  #drafted = 0; // drafts of these steps
   #lost = 0; // plain calls that they have lost since their best moment
   #paused = 0; // tokens to decode plainly from now on
   #steps = 0; // since the last plain call
@@ -40,9 +42,8 @@ export class Adaptive {
    * @param {number} last
    */
   async next(conversation, last) {
-    const clear = this.#emitted > (this.#cost + CLEAR) * this.#count;
-    const until = !this.#cost ? 1 : clear ? RARELY : STEPS * this.#ratios.length;
-    if (this.#steps >= until) [this.#steps, this.#probes] = [0, PROBE];
+    const rarely = this.#won > CLEAR * this.#count ? RARELY : STEPS * this.#prices.length;
+    if (this.#steps >= (this.#price === null ? 1 : rarely)) [this.#steps, this.#probes] = [0, PROBE];
     if (!this.#paused && !this.#probes) {
       const tokens = await this.#byStep(conversation, last);
       return tokens.length ? tokens : this.#plainly(conversation, last);
@@ -71,36 +72,45 @@ export class Adaptive {
       this.#steps = Math.min(this.#steps, 1);
       return tokens;
     }
-    this.#time(1, start);
+    const drafts = conversation.verified;
+    this.#time(drafts, start);
     this.#steps++;
-    if (!this.#cost) return tokens;
-    this.#lost = Math.max(0, this.#lost + this.#cost - tokens.length);
-    if (this.#steps > 1) this.#judge(tokens.length); // the first draft after a plain call is an old one
+    if (this.#price === null) return tokens;
+    const paid = this.#price * drafts;
+    this.#lost = Math.max(0, this.#lost + 1 + paid - tokens.length);
+    if (this.#steps > 1) this.#judge(tokens.length, drafts, paid); // the first draft after a plain call is an old one
     return tokens;
   }
 
-  /** @param {number} tokens */
-  #judge(tokens) {
+  /** Plain calls that steps have saved since the last pause. */
+  get #won() {
+    return this.#emitted - this.#count - (this.#price ?? 0) * this.#drafted;
+  }
+
+  /** @param {number} tokens @param {number} drafts @param {number} paid */
+  #judge(tokens, drafts, paid) {
     this.#emitted += tokens;
     this.#count++;
-    const won = this.#emitted - this.#cost * this.#count;
-    const error = Math.sqrt(Math.max(0, this.#cost - 1) * this.#count);
+    this.#drafted += drafts;
+    const won = this.#won;
+    const error = Math.sqrt(Math.max(0, (this.#price ?? 0) * this.#drafted));
     if (won < -DOUBT * error || this.#lost > MOST) {
-      this.#paused = won > 0 ? SHORT : Math.floor((this.#cost - 1 - won) / SHARE);
-      [this.#emitted, this.#count, this.#lost] = [0, 0, 0];
+      this.#paused = won > 0 ? SHORT : Math.floor((paid - won) / SHARE);
+      [this.#emitted, this.#count, this.#drafted, this.#lost] = [0, 0, 0, 0];
     }
   }
 
-  /** @param {0 | 1} kind @param {number} start */
+  /** @param {number} kind @param {number} start */
   #time(kind, start) {
-    const seconds = this.#opened[kind] ? this.#clock() - start : 0;
+    const seconds = this.#opened.has(kind) ? this.#clock() - start : 0;
     const before = this.#before;
-    this.#opened[kind] = true;
+    this.#opened.add(kind);
     this.#before = { kind, seconds };
-    if (before.kind === kind || !seconds || !before.seconds) return;
-    this.#ratios = [...this.#ratios, kind ? seconds / before.seconds : before.seconds / seconds].slice(-PAIRS);
-    const sorted = this.#ratios.toSorted((a, b) => a - b);
+    if (!seconds || !before.seconds || (kind === 0) === (before.kind === 0)) return;
+    const ratio = kind ? seconds / before.seconds : before.seconds / seconds;
+    this.#prices = [...this.#prices, (ratio - 1) / (kind || before.kind)].slice(-PAIRS);
+    const sorted = this.#prices.toSorted((a, b) => a - b);
     const half = sorted.length / 2;
-    if (sorted.length >= ENOUGH) this.#cost = (sorted[Math.ceil(half) - 1] + sorted[Math.floor(half)]) / 2;
+    if (sorted.length >= ENOUGH) this.#price = (sorted[Math.ceil(half) - 1] + sorted[Math.floor(half)]) / 2;
   }
 }

@@ -4,7 +4,7 @@ export const MANIFEST = "manifest.json";
 const SCHEMA_VERSION = 1;
 const CAPACITY_MULTIPLE = 32;
 /** Those that choose tokens greedily, and those for a host that chooses. */
-const GREEDY = ["prefill", "step", "step_plain"];
+const GREEDY = ["prefill", "step", "step_plain", "step_short"];
 const CHOOSING = ["prefill", "verify", "verify_plain", "draft"];
 /** The array of each type of a cache, as onnxruntime-web has it: without Float16Array, it has the bits of halves. */
 export const ARRAYS = { float32: Float32Array, float16: globalThis.Float16Array ?? Uint16Array };
@@ -25,12 +25,12 @@ export class BundleError extends Error {}
  * @property {number} schema_version
  * @property {string} target
  * @property {string} precision
- * @property {string | null} mode  of the streams; null without: this host does not look drafts up
+ * @property {string | null} mode  of the streams; null without: drafts only repeat the text
  * @property {string} cache
  * @property {keyof typeof ARRAYS} cache_dtype
  * @property {{model_type: string, parameters: number, sha256: string}} model
  * @property {{layers: number, kv_heads: number, head_dim: number, vocab: number, gamma: number, k: number,
- *   tree: number[][], context: number, chunk: number, hidden?: number}} geometry
+ *   tree: number[][], context: number, chunk: number, hidden?: number, short?: number}} geometry
  * @property {{name: string}[]} functions
  * @property {{stop_ids: number[], frames?: import("./frames.js").Frames | null}} chat
  * @property {import("./sampling.js").Sampling & {do_sample?: boolean} | null} [sampling]  what the model recommends

@@ -3,10 +3,12 @@
 import { readAdapter } from "./adapter.js";
 import { Adaptive } from "./adaptive.js";
 import { ARRAYS, BundleError } from "./bundle.js";
+import { PHRASES, Phrases } from "./phrases.js";
 
 const PREFILL = "prefill";
 const STEP = "step";
 const PLAIN = "step_plain";
+const STEP_SHORT = "step_short";
 const VERIFY = "verify";
 const VERIFY_PLAIN = "verify_plain";
 const DRAFT = "draft";
@@ -74,6 +76,10 @@ export class Engine {
       }
     }
     const opened = new Conversation(this, {}, adapter);
+    const { roles, geometry } = this.bundle.manifest;
+    if (!opened.streams && PHRASES in roles) {
+      opened.phrases = Phrases.read(await this.bundle.read(PHRASES), geometry.vocab);
+    }
     this.conversations.set(app.name, opened);
     return opened;
   }
@@ -115,8 +121,12 @@ export class Conversation {
     this.text = [];
     /** What the next step verifies, γ rows of k ids. */
     this.drafts = new Int32Array(geometry.gamma * geometry.k);
-    /** Whether the graphs draft; otherwise drafts only repeat the text. */
+    /** How many drafts the last step verified. */
+    this.verified = 0;
+    /** Whether the graphs draft; otherwise drafts only repeat the text, or are phrases. */
     this.streams = mode !== null;
+    /** @type {Phrases | null} what the model says often, if the bundle has it */
+    this.phrases = null;
     /** @type {import("./sampling.js").Chooser | null} chooses the tokens; without it the graphs do, greedily */
     this.chooser = null;
     /** Ranks of the drafts on the way to each node of the tree, the root first. */
@@ -127,6 +137,11 @@ export class Conversation {
   /** What decides between steps and plain calls: a step costs another time where the host chooses. */
   get adaptive() {
     return this.chooser ? this.adaptives.chosen : this.adaptives.greedy;
+  }
+
+  /** How many drafts a short step verifies; 0 without one. */
+  get short() {
+    return STEP_SHORT in this.sessions ? (this.geometry.short ?? 0) : 0;
   }
 
   /** @param {boolean} samples whether the host chooses tokens */
@@ -189,10 +204,14 @@ export class Conversation {
   /**
    * Verifies the drafts after the token `last` and returns the 1 to A tokens that follow it.
    * @param {number} last
+   * @param {boolean} [short] verifies the first drafts only, where the graphs choose
    */
-  async step(last) {
+  async step(last, short = false) {
     const root = Int32Array.of(last);
-    const out = await this.#call(this.chooser ? VERIFY : STEP, { root, drafts: this.drafts });
+    const { k } = this.geometry;
+    const drafts = short && !this.chooser ? this.drafts.subarray(0, this.short * k) : this.drafts;
+    this.verified = drafts.length / k;
+    const out = await this.#call(this.chooser ? VERIFY : short ? STEP_SHORT : STEP, { root, drafts });
     const tokens = this.chooser ? await this.#choose(this.chooser, out) : this.#accepted(out);
     this.text.splice(this.length, Infinity, last, ...tokens.slice(0, -1));
     return tokens;
@@ -272,7 +291,8 @@ export class Conversation {
         const shown = rows.subarray(start, start + visible * width);
         feeds[input] = new ort.Tensor(/** @type {any} */ (dtype), shown, [visible, width]);
       } else if (input in given) {
-        const dims = input === "drafts" ? [this.geometry.gamma, this.geometry.k] : [given[input].length];
+        const [{ length: size }, { k }] = [given[input], this.geometry];
+        const dims = input === "drafts" ? [size / k, k] : [size];
         feeds[input] = new ort.Tensor("int32", given[input], dims);
       } else if (input in floats) {
         feeds[input] = new ort.Tensor("float32", floats[input], [1, floats[input].length]);

@@ -1,6 +1,6 @@
 /** Drafts that repeat the text: `runtime/lookup.py` in JavaScript, which has the reasons for the numbers. */
 
-const [SHORTEST, ALONE, LONGEST, RECENT] = [3, 2, 16, 8];
+const [SHORTEST, ALONE, LONGEST, CERTAIN, RECENT] = [3, 2, 16, 8, 8];
 const [START, MOST] = [-2, 8];
 const [FAR, REST] = [-16, 1024];
 
@@ -12,6 +12,8 @@ export class Lookup {
   #ends = new Map();
   #shortest = SHORTEST; // tokens that must have occurred before
   #indexed = 0; // tokens of the text whose matches are in there
+  #longest = 0; // tokens of the last match
+  #matched = 0; // and of that of the first draft
   /** @type {{depth: number, found: number, streamed: number} | null} the first draft that is not the streams' */
   #differing = null;
 
@@ -22,7 +24,8 @@ export class Lookup {
   }
 
   /**
-   * The tokens after `last`, from a step; none, without a step, if the model has no streams and the text does not repeat itself.
+   * The tokens after `last`, from a step; none, without a step, if the model has no streams, the text does not repeat itself, and it
+   * ends with no phrase. Without streams a short step is enough unless a long match makes drafts likely to be right.
    * @param {import("./conversation.js").Conversation} conversation
    * @param {number} last
    * @returns {Promise<number[]>}
@@ -31,7 +34,8 @@ export class Lookup {
     if (!conversation.streams) {
       [this.#lead, this.#shortest] = [MOST, ALONE];
       this.#draft(conversation, last);
-      return this.#differing?.depth === 0 ? conversation.step(last) : [];
+      const short = conversation.short > 0 && this.#matched < CERTAIN;
+      return this.#differing?.depth === 0 ? conversation.step(last, short) : [];
     }
     if (this.#rest) {
       this.#rest--;
@@ -63,7 +67,8 @@ export class Lookup {
     this.#differing = null;
     for (let depth = 0; depth < gamma; depth++) {
       let best = drafts[depth * k];
-      const found = this.#next(text);
+      const found = this.#next(text) ?? conversation.phrases?.after(text);
+      if (depth === 0) this.#matched = this.#longest;
       if (found !== undefined && found !== best) {
         this.#differing ??= { depth, found, streamed: best };
         if (this.#lead > 0) conversation.propose(depth, (best = found));
@@ -81,6 +86,7 @@ export class Lookup {
       while (size < Math.min(end, LONGEST) && text[end - 1 - size] === text[text.length - 1 - size]) size++;
       if (size > longest) [best, longest] = [text[end], size];
     }
+    this.#longest = longest;
     return best;
   }
 }

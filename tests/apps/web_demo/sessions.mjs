@@ -8,6 +8,7 @@ import { rowOf } from "./rows.mjs";
 const { Conversation } = await load(sources, "conversation.js");
 const { decode } = await load(sources, "loop.js");
 const { Bundle } = await load(sources, "bundle.js");
+const { Phrases } = await load(sources, "phrases.js");
 const { sessions } = JSON.parse(readFileSync(process.argv[4], "utf8"));
 
 class Tensor {
@@ -21,19 +22,21 @@ function expect(what, wanted, found) {
   if (one !== other) throw new Error(`${what}: expected ${one}, found ${other}`);
 }
 
-async function repeat({ geometry, functions, streams, stop_ids, answers }) {
+async function repeat({ geometry, functions, streams, stop_ids, phrases, answers }) {
   let [calls, now] = [[], 0];
   const manifest = { geometry, mode: streams ? "shared" : null };
   const bundle = new Bundle(manifest, null);
   const rows = new Float32Array(2 * geometry.layers * bundle.capacity); // each has the node of the call that wrote it
   const engine = { ort: { Tensor }, bundle, rows, dtype: "float32", width: 1 };
-  const written = { step: 1 + Math.max(0, ...geometry.tree.map((path) => path.length)), verify: 1 + geometry.tree.length };
+  const depth = Math.max(0, ...geometry.tree.map((path) => path.length));
+  const written = { step: 1 + depth, step_short: 1 + geometry.short, verify: 1 + geometry.tree.length };
 
   const session = (name) => {
     const inputs = {
       step: ["root", "drafts", "length"],
       prefill: ["chunk", "valid", "length"],
       step_plain: ["root", "length"],
+      step_short: ["root", "drafts", "length"],
       verify: ["root", "drafts", "length"],
       verify_plain: ["root", "length"],
       draft: ["token", "last_state", "length"],
@@ -64,6 +67,7 @@ async function repeat({ geometry, functions, streams, stop_ids, answers }) {
   };
 
   const conversation = new Conversation(engine, Object.fromEntries(functions.map((name) => [name, session(name)])), {}, () => now);
+  if (phrases) conversation.phrases = new Phrases(Uint32Array.from(phrases), geometry.vocab);
   for (const { prompt, mode, max_tokens: maxTokens, sampling: asked, seed, runs, calls: recorded } of answers) {
     calls = [...recorded];
     const sampling = asked && { ...asked, seed: BigInt(seed) };

@@ -63,6 +63,24 @@ def test_the_loop_gives_the_tokens_of_a_session(quant: str, dtype: CacheDtype) -
             assert said["steps"] == session.last.steps
 
 
+@pytest.mark.parametrize(("beyond", "steps"), [(False, 1), (True, 2)])
+def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, steps: int) -> None:
+    bundle, prompt, answer = tiny.bundle_with_a_phrase(tmp_path / "bundle", beyond=beyond)
+    requests = [{"app": "base", "ids": ids, "max_tokens": most} for ids, most in ((prompt, 3), ([1, 2, 3, 4] * 4, 60))]
+    short, long = host.decoded(bundle.folder, requests)
+    assert short["plain"] == short["adaptive"] == answer and short["adaptive_speed"]["steps"] == steps
+    with Session.open(bundle, options=EngineOptions(threads=1, kernels=False)) as session:
+        for mode in ("plain", "plain_step", "adaptive", "speculative"):
+            assert long[mode] == expected(session, requests[1]["ids"], mode, 60)
+
+
+def test_a_table_of_phrases_that_is_none_is_refused(tmp_path: Path) -> None:
+    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(12))
+    request = {"app": "base", "ids": [9], "max_tokens": 2}
+    done = host.script("decode.mjs", bundle.folder, given=host.lines([request]))
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "12 bytes are no table of phrases\n")
+
+
 SAMPLERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8},
     {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.2},
