@@ -32,30 +32,31 @@ struct Adaptive {
     /// Of the time of plain decoding: what steps may lose. A pause lasts until that pays, or `short` tokens if they have
     /// won.
     static let (share, short) = (0.02, 32)
-    /// A step's cost is the median of the last ratios of neighbouring calls, at most so many and at least so many.
+    /// What a draft costs is the median of the last pairs of neighbouring calls, at most so many and at least so many.
     static let (pairs, enough) = (32, 4)
     /// Plain calls in a row that measure the cost, and the steps before them for each ratio that is known.
     static let (probe, stepsEach) = (2, 3)
     /// Plain calls that a step gains where there is no doubt, and steps before the cost is measured then.
     static let (clear, rarely) = (0.5, 256)
 
-    private enum Kind { case plain, step }
-
     var lookup: Lookup
     /// Whether the last call was a step.
     private(set) var speculated = false
     private let clock: () -> Double
-    /// Kinds of calls that were made.
-    private var opened: Set<Kind> = []
+    /// Kinds of calls that were made; here and below, the drafts that it verifies.
+    private var opened: Set<Int> = []
     /// The last call, with 0 seconds if it opened a graph.
-    private var before = (kind: Kind.plain, seconds: 0.0)
-    private var ratios: [Double] = []
-    /// Of a step, in plain calls; 0: not known yet.
-    private var cost = 0.0
+    private var before = (kind: 0, seconds: 0.0)
+    /// Of drafts, by neighbouring calls.
+    private var prices: [Double] = []
+    /// Of a draft, in plain calls, nil: not known yet; a step costs one plus this.
+    private var price: Double?
     /// Tokens since the last pause.
     private var emitted = credit
     /// Steps since the last pause.
     private var count = 0.0
+    /// Drafts of these steps.
+    private var drafted = 0.0
     /// Plain calls that they have lost since their best moment.
     private var lost = 0.0
     /// Tokens to decode plainly from now on.
@@ -73,8 +74,8 @@ struct Adaptive {
 
     /// The tokens after `last`, from a step or from a plain call.
     mutating func next(_ cache: inout Cache, after last: Int32) throws -> [Int32] {
-        let known = emitted > (cost + Self.clear) * count ? Self.rarely : Self.stepsEach * ratios.count
-        if steps >= (cost > 0 ? known : 1) { (steps, probes) = (0, Self.probe) }
+        let rarely = won > Self.clear * count ? Self.rarely : Self.stepsEach * prices.count
+        if steps >= (price == nil ? 1 : rarely) { (steps, probes) = (0, Self.probe) }
         speculated = paused == 0 && probes == 0
         if speculated {
             let tokens = try byStep(&cache, last)
@@ -90,7 +91,7 @@ struct Adaptive {
     private mutating func plainly(_ cache: inout Cache, _ last: Int32) throws -> [Int32] {
         let start = clock()
         let token = try cache.plain(last)
-        time(.plain, since: start)
+        time(0, since: start)
         cache.shiftDrafts()
         return [token]
     }
@@ -102,35 +103,39 @@ struct Adaptive {
             steps = min(steps, 1)
             return tokens
         }
-        time(.step, since: start)
+        let drafts = cache.verified.count / cache.geometry.k
+        time(drafts, since: start)
         steps += 1
-        guard cost > 0 else { return tokens }
-        lost = max(0, lost + cost - Double(tokens.count))
+        guard let price else { return tokens }
+        let paid = price * Double(drafts)
+        lost = max(0, lost + 1 + paid - Double(tokens.count))
         // The first draft after a plain call is an old one.
-        if steps > 1 { judge(Double(tokens.count)) }
+        if steps > 1 { judge(Double(tokens.count), Double(drafts), paid) }
         return tokens
     }
 
-    private mutating func judge(_ tokens: Double) {
-        emitted += tokens
-        count += 1
-        let won = emitted - cost * count
-        let error = (max(0, cost - 1) * count).squareRoot()
+    /// Plain calls that steps have saved since the last pause.
+    private var won: Double { emitted - count - (price ?? 0) * drafted }
+
+    private mutating func judge(_ tokens: Double, _ drafts: Double, _ paid: Double) {
+        (emitted, count, drafted) = (emitted + tokens, count + 1, drafted + drafts)
+        let (won, error) = (self.won, max(0, (price ?? 0) * drafted).squareRoot())
         if won < -Self.doubt * error || lost > Self.most {
-            paused = won > 0 ? Self.short : Int((cost - 1 - won) / Self.share)
-            (emitted, count, lost) = (0, 0, 0)
+            paused = won > 0 ? Self.short : Int((paid - won) / Self.share)
+            (emitted, count, drafted, lost) = (0, 0, 0, 0)
         }
     }
 
-    private mutating func time(_ kind: Kind, since start: Double) {
+    private mutating func time(_ kind: Int, since start: Double) {
         let seconds = opened.contains(kind) ? clock() - start : 0
         opened.insert(kind)
         let last = before
         before = (kind, seconds)
-        guard last.kind != kind, seconds > 0, last.seconds > 0 else { return }
-        ratios.append(kind == .step ? seconds / last.seconds : last.seconds / seconds)
-        if ratios.count > Self.pairs { ratios.removeFirst() }
-        if ratios.count >= Self.enough { cost = median(ratios) }
+        guard seconds > 0, last.seconds > 0, (kind == 0) != (last.kind == 0) else { return }
+        let ratio = kind == 0 ? last.seconds / seconds : seconds / last.seconds
+        prices.append((ratio - 1) / Double(max(kind, last.kind)))
+        if prices.count > Self.pairs { prices.removeFirst() }
+        if prices.count >= Self.enough { price = median(prices) }
     }
 }
 

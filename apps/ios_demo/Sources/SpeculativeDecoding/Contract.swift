@@ -1,5 +1,8 @@
-/// The functions that a bundle may have; see `ssdevice/contract.py` for what they compute.
+/// The functions that a bundle may have; see `ssdevice/contract.py` for what they compute. Only ONNX bundles have
+/// `step_short`, too.
 public enum Function: String, CaseIterable, Sendable {
+    static let stepShort = "step_short"
+
     case step
     case prefill
     case plain = "step_plain"
@@ -68,6 +71,8 @@ public struct Geometry: Decodable, Sendable {
     public let chunk: Int
     /// D, the width of a state; nil or 0 without functions for hosts that choose tokens.
     let hidden: Int?
+    /// S, the drafts of a step over the tree's first levels; nil or 0 without it.
+    let short: Int?
 
     var chooses: Bool { hidden ?? 0 > 0 }
 
@@ -118,6 +123,9 @@ public struct Geometry: Decodable, Sendable {
             one.count < other.count || one.count == other.count && one.lexicographicallyPrecedes(other)
         }
         guard inOrder else { throw BundleError.damaged("geometry: tree paths are not in breadth-first order") }
+        guard short ?? 0 == 0 || short! < emitted - 1 else {
+            throw BundleError.damaged("geometry: short is \(short!), the tree is \(emitted - 1) deep")
+        }
         guard context > tree.count + 1 else {
             throw BundleError.damaged("geometry: a context of \(context) cannot hold a tree of \(tree.count + 1) nodes")
         }

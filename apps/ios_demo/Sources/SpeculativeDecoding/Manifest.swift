@@ -128,6 +128,10 @@ public struct Manifest: Decodable, Sendable {
 
     private func checkFunctions() throws {
         let names = functions.map(\.name)
+        guard !names.contains(Function.stepShort), !apps.contains(where: { $0.functions?[Function.stepShort] != nil })
+        else {
+            throw BundleError.unsupported("\(Function.stepShort), which only hosts of ONNX bundles call")
+        }
         let known = Function.allCases.filter { geometry.chooses || !$0.chooses }
         guard names == known.map(\.rawValue).filter(names.contains) else {
             throw BundleError.damaged("functions are \(names), out of order or unknown")

@@ -28,4 +28,14 @@ final class BundleTests: XCTestCase {
             }
         }
     }
+
+    func testAShortStepIsSaidToBeUnsupported() throws {
+        let file = Fixtures.folder.appending(path: "broken/whole/manifest.json")
+        let (text, plain) = (try String(contentsOf: file, encoding: .utf8), "\"\(Function.plain.rawValue)\"")
+        XCTAssertNoThrow(try Manifest(Data(text.utf8)))
+        let other = text.replacingOccurrences(of: plain, with: "\"\(Function.stepShort)\"")
+        XCTAssertThrowsError(try Manifest(Data(other.utf8))) { error in
+            XCTAssertTrue(error.localizedDescription.contains("not supported: step_short"), "\(error)")
+        }
+    }
 }

@@ -8,7 +8,9 @@ final class SessionTests: XCTestCase {
         let sessions = try Fixtures.read(RecordedSessions.self, "sessions.json").sessions
         let tokenizer = try Tokenizer(file: Fixtures.folder.appending(path: "tokenizers/base-7m/tokenizer.json"))
         XCTAssertTrue(sessions.contains { $0.answers.contains { $0.sampling != nil } })
-        for session in sessions {
+        XCTAssertEqual(sessions.filter { $0.functions.contains(Function.stepShort) }.count, 2)
+        // Steps of two lengths, and the phrases that come with them, are those of ONNX bundles.
+        for session in sessions where session.geometry.short ?? 0 == 0 {
             let (clock, geometry) = (RecordedClock(), session.geometry)
             let calls = session.answers.flatMap(\.calls)
             let engine = RecordedEngine(session.functions, geometry.vocab, calls, clock)
