@@ -35,6 +35,7 @@ def test_every_change_is_refused_or_harmless(subjects: Path) -> None:
         assert "refused" in found and passed, f"{subject}: only {found}: the cases are too easy"
 
 
+@pytest.mark.wide
 def test_a_case_is_the_same_every_time(subjects: Path, tmp_path: Path) -> None:
     for index in range(12):
         subject = list(Subject)[index % 4]
@@ -48,6 +49,7 @@ def test_a_case_is_the_same_every_time(subjects: Path, tmp_path: Path) -> None:
         assert files[0] == files[1]
 
 
+@pytest.mark.wide
 def test_the_oracle_tells_changed_tokens_from_unchanged_ones(subjects: Path, tmp_path: Path) -> None:
     shutil.copytree(subjects, tmp_path / "changed")
     weights = tmp_path / "changed" / "bundle" / "weights.bin"
@@ -88,6 +90,7 @@ def judged(tried: Tried, oracle: Oracle, grown: float = 0.0) -> str:
     return judge(Case(Subject.FOLDER, oracle, False, "nothing"), tried, [1, 2], grown)[0]
 
 
+@pytest.mark.wide
 def test_a_worker_that_dies_is_counted_and_replaced(subjects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(subjects, adapter=False)
     try:

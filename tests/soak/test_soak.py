@@ -50,6 +50,7 @@ def test_no_answer_depends_on_those_before(
     assert {Reason.MAX_TOKENS, Reason.CONTEXT, Reason.CANCELLED} <= set(outcome.reasons)
 
 
+@pytest.mark.wide
 def test_a_wrong_answer_is_found(folders: dict[str, Path], script: Script, fresh: dict[Question, Answer]) -> None:
     wrong = {question: Answer((*answer.tokens[:2], -1), answer.reason) for question, answer in fresh.items()}
     assert soak(folders, script, wrong, seed=3, count=20).differences
