@@ -22,7 +22,7 @@ import onnxruntime as ort
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ssdevice.bundle.folder import Bundle
-from ssdevice.contract import COUNT, LOGITS, NEXT_DRAFTS, PLAIN, ROWS, STEP, TOKENS, TensorSpec
+from ssdevice.contract import COUNT, LOGITS, NEXT_DRAFTS, PLAIN, ROWS, STEP, STEP_SHORT, TOKENS, TensorSpec
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.engine import OnnxEngine, app_adapter, app_graphs
@@ -123,14 +123,14 @@ class LogitsEngine(OnnxEngine):
         files, geometry = app_graphs(bundle, app)
         adapter = app_adapter(bundle, app, SharedBase.of(bundle, options))
         engine = cls(files, geometry, bundle.manifest.cache_dtype, options, adapter=adapter)
-        for name, rows in ((STEP, geometry.tree.size), (PLAIN, 1)):
-            spec = engine.specs[name]
-            shown = TensorSpec(LOGITS, (rows, geometry.vocab), "float32")
+        rows = {STEP: geometry.tree.size, PLAIN: 1, STEP_SHORT: geometry.short + 1}
+        for name in rows.keys() & engine.specs.keys():
+            spec, shown = engine.specs[name], TensorSpec(LOGITS, (rows[name], geometry.vocab), "float32")
             engine.specs[name] = replace(spec, outputs=(*spec.outputs, shown))
         return engine
 
     def model(self, function: str, options: ort.SessionOptions) -> str | bytes:
-        if function not in (STEP, PLAIN):
+        if function not in (STEP, PLAIN, STEP_SHORT):
             return super().model(function, options)
         options.add_session_config_entry(WEIGHTS_FOLDER, str(self.files[function].parent))
         return show_logits(self.files[function], self.specs[function].outputs[-1])

@@ -99,23 +99,25 @@ def answer(
 
 
 def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
-    """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong ids elsewhere.
-    ``ended`` collects the nodes at which runs ended."""
+    """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong ids elsewhere; then on
+    those of a short step, if there is one. ``ended`` collects the nodes of the whole tree at which runs ended."""
     turn = 0
 
     def advance(conversation: Conversation, last: int) -> Sequence[int]:
         nonlocal turn
-        tree, vocab = conversation.geometry.tree, conversation.geometry.vocab
+        g, every = conversation.geometry, conversation.geometry.tree.paths
         at = conversation.length - prompt_tokens + 1  # index in truth of what follows the last token
-        node = turn % tree.size
+        few = g.shorter.tree.paths if conversation.short else ()
+        node = turn % (len(every) + len(few))
         turn += 1
-        for stream in range(conversation.geometry.gamma):
+        path = (every + few)[node]
+        for stream in range(g.gamma):
             true = truth[at + stream] if at + stream < len(truth) else 0
-            conversation.drafts[stream] = (true + 1 + np.arange(conversation.geometry.k)) % vocab
-            if stream < len(tree.paths[node]) and at + stream < len(truth):
-                conversation.drafts[stream, tree.paths[node][stream]] = true
-        run = conversation.step(last)
-        if len(run) == len(tree.paths[node]) + 1:
+            conversation.drafts[stream] = (true + 1 + np.arange(g.k)) % g.vocab
+            if stream < len(path) and at + stream < len(truth):
+                conversation.drafts[stream, path[stream]] = true
+        run = conversation.step(last, short=node >= len(every))
+        if len(run) == len(path) + 1 and node < len(every):
             ended.add(node)
         return run
 

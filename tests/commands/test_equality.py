@@ -12,7 +12,7 @@ import pytest
 from ssdevice.bench.equality import Answer, Asked, Comparison, Difference
 from ssdevice.bench.modes import FORCED, compare_modes, led
 from ssdevice.bundle.manifest import Precision
-from ssdevice.contract import COUNT, TOKENS
+from ssdevice.contract import COUNT, STEP, STEP_SHORT, TOKENS
 from ssdevice.errors import BundleError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.tree import Tree
@@ -25,11 +25,21 @@ PROMPTS = [[1, 2, 3], [4], [5, 6]]
 class Leaky(ScriptedCache):
     """A step that is wrong only when it accepts two drafts or more."""
 
-    def step(self, last: int) -> dict[str, Any]:
-        out = super().step(last)
+    def step(self, last: int, function: str = STEP) -> dict[str, Any]:
+        out = super().step(last, function)
         (count,) = out[COUNT]
         if count > 2:
             out[TOKENS][count - 1] = (out[TOKENS][count - 1] + 1) % self.geometry.vocab
+        return out
+
+
+class Short(ScriptedCache):
+    """A short step that is wrong when it accepts a draft."""
+
+    def step(self, last: int, function: str = STEP) -> dict[str, Any]:
+        out = super().step(last, function)
+        if function == STEP_SHORT and out[COUNT] > [1]:
+            out[TOKENS][0] = (out[TOKENS][0] + 1) % self.geometry.vocab
         return out
 
 
@@ -40,20 +50,21 @@ class Forgetful(ScriptedCache):
         super().write([rows[0], *[(row + 1) % self.geometry.vocab for row in rows[1:]]])
 
 
-def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32) -> Comparison:
-    engine = ScriptedEngine(make_geometry(TREE, context=90), random_drafter(0, 0.0), kind)
+def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32, short: int = 0) -> Comparison:
+    engine = ScriptedEngine(make_geometry(TREE, context=90, short=short), random_drafter(0, 0.0), kind)
     return compare_modes(engine, None, Asked(PROMPTS, (), 40, precision, lambda *_: None))
 
 
-def test_a_right_step_has_no_faults_and_ends_everywhere() -> None:
-    result = run(ScriptedCache)
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_a_right_step_has_no_faults_and_ends_everywhere(short: int) -> None:
+    result = run(ScriptedCache, short=short)
     assert result.modes == ["plain_step", "speculative", FORCED]
     assert result.faults() == [] and result.nodes_ended == set(range(TREE.size))
 
 
-@pytest.mark.parametrize("kind", [Leaky, Forgetful])
-def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[ScriptedCache]) -> None:
-    result = run(kind)
+@pytest.mark.parametrize(("kind", "short"), [(Leaky, 0), (Forgetful, 0), (Short, 2)])
+def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[ScriptedCache], short: int) -> None:
+    result = run(kind, short=short)
     assert {d.arm for d in result.differences} >= {FORCED}
     assert any("forced" in fault and "not a near-tie" in fault for fault in result.faults())
 
