@@ -220,9 +220,9 @@ def _adaptive() -> Iterator[dict[str, Any]]:
     with patch.object(scripted, "next_token", lambda context, vocab: 1 + next_token(context, 3)):
         # Three tokens are soon found again, but what follows them is another one.
         yield _session("adaptive, no streams", CHAIN, [long, shared], streams=False, cost=26, **common)
-    few: dict[str, Any] = {"streams": False, "has": GREEDY | {STEP_SHORT}, "short": 1, **common}
-    with patch.object(scripted, "next_token", lambda context, vocab: 1 + next_token(context[-3:], 6)):
-        starts = product(range(1, 7), repeat=3)
+    few: dict[str, Any] = {"streams": False, "has": GREEDY | {STEP_SHORT}, "short": 1, "cost": 26, **common}
+    with patch.object(scripted, "next_token", lambda context, vocab: 1 + next_token(context[-4:], 4)):
+        starts = product(range(1, 5), repeat=4)  # a table with phrases of each length
         answers = [Sample((*start, *continuation(start, 60, VOCAB)), len(start)) for start in starts]
         asked = [_request([5, 6, 7], ADAPTIVE, 90), _request([3, 9, 4], ADAPTIVE, 60)]
         yield _session("adaptive, no streams, steps of two lengths", CHAIN, asked, **few)
