@@ -248,7 +248,7 @@ class SplitEngine(Engine):
         limits = link.limits() or Limits(at.drafts, ours.context, link.tokenizer)
         context, drafts = min(ours.context, limits.context), min(at.drafts, limits.drafts)
         tree, chunk = Tree.chain(drafts), min(context, MAX_CHUNK)
-        geometry = replace(ours, gamma=drafts, k=1, tree=tree, context=context, chunk=chunk, hidden=0)
+        geometry = replace(ours, gamma=drafts, k=1, tree=tree, context=context, chunk=chunk, hidden=0, short=0)
         super().__init__(geometry, frozenset({contract.PREFILL, contract.STEP}), device.source)
         self.device, self.link = device, link
 

@@ -10,7 +10,8 @@ from http.client import HTTPConnection
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import BINARY, Link, SplitEngine, VerifyAt, packed, packed_answer, unpacked
 from ssdevice.serve.names import LOOPBACK
 from ssdevice.serve.verifying import Verifying
+from ssdevice.tree import Tree
+from tests.runtime.scripted import ScriptedEngine, make_geometry, random_drafter
 from tests.runtime.tiny_bundle import APP, CONTEXT, TREE, tiny_bundle
 from tests.serve.serving import served, tiny_session, tokenizer
 
@@ -107,6 +110,14 @@ def test_tokens_are_those_of_the_server_s_plain_decoding(port: int, large: Sessi
             assert session.last.alone == 0
             seen |= set(session.last.accepted)
     assert len(seen) > 1 and max(seen) == TREE.emitted, "drafts were accepted and rejected"
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_a_device_with_short_steps_drafts_as_many_tokens_as_it_is_told(drafts: int) -> None:
+    mine = ScriptedEngine(make_geometry(Tree.chain(4), short=2), random_drafter(0, 0.0))
+    link = SimpleNamespace(at=VerifyAt("http://localhost:1", drafts=drafts), limits=lambda: None, tokenizer="")
+    engine = SplitEngine(mine, cast(Link, link))
+    assert engine.geometry.tree == Tree.chain(drafts) and not engine.new_conversation().short
 
 
 def test_an_answer_ends_with_the_context_and_chats_go_on(port: int, large: Session) -> None:
