@@ -182,7 +182,7 @@ def accepts(session: Session, prompt: str) -> bool:
     return session.last.accepted[:1] > [1]
 
 
-@pytest.mark.parametrize("colours", [True, False])
+@pytest.mark.parametrize("colours", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundle: str, colours: bool) -> None:
     with Session.open(bundle) as session:
         prompts = ("".join(letters) for letters in product("abcdef", repeat=3))

@@ -209,7 +209,7 @@ def test_a_message_belongs_to_the_conversation_in_which_it_was_made() -> None:
 def test_an_answer_goes_with_the_app_it_was_asked_of() -> None:
     session = make_session(TREE)
     app = SimpleNamespace(instruction="")
-    session._bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None), app=lambda _: app))
+    session._bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None, roles={}), app=lambda _: app))
     session._apps = {name: session.engine.new_conversation() for name in ("letters", "numbers")}
     session.use("letters")
     answer, kept = session.generate("hello", max_tokens=5), session.generate("hello", max_tokens=5)

@@ -26,6 +26,7 @@ def test_the_swift_package_has_the_schema_of_manifests(repository: Path) -> None
     assert copy.read_bytes() == (repository / "ssdevice" / "bundle" / name).read_bytes(), f"copy {name} there"
 
 
+@pytest.mark.wide
 def test_recorded_conversations_end_in_every_way(answers: list[dict[str, Any]]) -> None:
     ends = Counter(answer["runs"][-1]["reason"] for answer in answers if answer["runs"])
     assert min(ends[reason] for reason in ("stop", "max_tokens", "context", None)) > 5
@@ -35,6 +36,7 @@ def test_recorded_conversations_end_in_every_way(answers: list[dict[str, Any]]) 
     )
 
 
+@pytest.mark.wide
 def test_recorded_adaptive_answers_pause_and_come_back(answers: list[dict[str, Any]]) -> None:
     kinds = [
         "".join(call["function"] for call in answer["calls"]) for answer in answers if answer["mode"] == "adaptive"
@@ -45,6 +47,7 @@ def test_recorded_adaptive_answers_pause_and_come_back(answers: list[dict[str, A
     assert any("step_plain" * (5 * SHORT) in kind for kind in kinds)
 
 
+@pytest.mark.wide
 def test_recorded_adaptive_answers_look_drafts_up(answers: list[dict[str, Any]]) -> None:
     steps = [
         (before["outputs"]["next_drafts"], call["inputs"]["drafts"])
@@ -55,6 +58,7 @@ def test_recorded_adaptive_answers_look_drafts_up(answers: list[dict[str, Any]])
     assert sum(drafted != verified for drafted, verified in steps) > 20
 
 
+@pytest.mark.wide
 def test_recorded_chats_find_what_they_share_in_the_cache(answers: list[dict[str, Any]]) -> None:
     lengths = [answer["calls"][0]["inputs"]["length"][0] for answer in answers if "chat" in answer and answer["calls"]]
     assert sum(length > 20 for length in lengths) > 20
@@ -67,6 +71,7 @@ def test_prompts_are_written_and_refused() -> None:
     assert {frame["trim"] for case in cases for frame in case["frames"].values() if isinstance(frame, dict)} > {"both"}
 
 
+@pytest.mark.wide
 def test_broken_bundles_are_refused_but_for_some(tmp_path: Path) -> None:
     broken.write(tmp_path / "broken")
     verdicts = json.loads((tmp_path / "broken" / "verdicts.json").read_text("utf-8"))["verdicts"]

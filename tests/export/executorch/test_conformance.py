@@ -26,7 +26,7 @@ PROMPT = [7, 21, 3, 44, 9, 30, 12]
 @pytest.mark.parametrize(
     "combination",
     [
-        combination if combination == programs.QUICK else pytest.param(combination, marks=pytest.mark.slow)
+        pytest.param(combination, marks=pytest.mark.lowering if combination == programs.QUICK else pytest.mark.slow)
         for combination in itertools.product(
             (Quant.FP32, Quant.INT8, Quant.INT4), (Mode.SHARED, Mode.LOSSLESS), (Schedule.DEFERRED, Schedule.FUSED)
         )
