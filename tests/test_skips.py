@@ -50,7 +50,7 @@ def test_a_skip_fails_under_ci_unless_it_is_allowed(repository: Path, tmp_path: 
     assert "no application data" not in said
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.wide)])
 def test_a_module_that_turns_itself_off_fails_under_ci(repository: Path, tmp_path: Path, processes: int) -> None:
     (tmp_path / "test_broken.py").write_text(BROKEN_IMPORT)
     code, said = run(repository, tmp_path, True, "-n", str(processes))

@@ -46,6 +46,7 @@ def test_right_answers_have_no_faults_and_end_at_every_node() -> None:
         assert compare(session).prompts == 3
 
 
+@pytest.mark.wide
 def test_a_path_of_other_logits_is_a_fault_and_a_rounded_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with Session.open(tiny_bundle("fp32", choose=True), threads=1) as session:
         with monkeypatch.context() as patch:

@@ -80,6 +80,7 @@ def test_a_bundle_of_another_base_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert f"the base of --against {other} is not the base of" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_verify_reports_both_bundles(capsys: pytest.CaptureFixture[str]) -> None:
     mine, other = (str(tiny.tiny_bundle(quant).folder) for quant in ("fp32", "int8"))
     few = ("--limit", "2", "--max-tokens", "6", "--threads", "1")

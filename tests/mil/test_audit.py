@@ -43,6 +43,7 @@ def test_contents_of_a_plain_package(base: Path) -> None:
     )
 
 
+@pytest.mark.wide
 def test_forms_of_compressed_weights(base: Path, tmp_path: Path) -> None:
     forms = {}
     for kind in ("int8", "int4", "palette"):
@@ -54,6 +55,7 @@ def test_forms_of_compressed_weights(base: Path, tmp_path: Path) -> None:
     assert forms["palette"] == {"palette of uint4 indices"}
 
 
+@pytest.mark.wide
 def test_a_write_at_a_runtime_offset_is_named(base: Path) -> None:
     found = audit(Package.open(base))
     assert counts(found)["runtime-offset"] == 2

@@ -64,6 +64,7 @@ def test_recorded_chats_find_what_they_share_in_the_cache(answers: list[dict[str
     assert sum(length > 20 for length in lengths) > 20
 
 
+@pytest.mark.wide
 def test_prompts_are_written_and_refused() -> None:
     cases = frames.record()["cases"]
     assert sum(case["text"] is None for case in cases) > 50

@@ -28,7 +28,11 @@ TREES = Tree.chain(GAMMA), Tree.full(4, 2), Tree.full(6, 1)
 
 @pytest.mark.parametrize(
     ("tree", "kind"),
-    [(tree, {"follow_rank": rank}) for tree in TREES for rank in (0, 5)]
+    [
+        pytest.param(tree, {"follow_rank": rank}, marks=[] if tree.is_chain else pytest.mark.wide)
+        for tree in TREES
+        for rank in (0, 5)
+    ]
     + [(tree, OWN) for tree in TREES if tree.is_chain],
 )
 def test_simulation_equals_decoding(tree: Tree, kind: dict[str, int]) -> None:

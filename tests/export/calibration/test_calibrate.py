@@ -155,6 +155,7 @@ def test_rows_are_the_same_whenever_they_are_chosen(tmp_path: Path) -> None:
     assert chosen == chosen_rows([file])
 
 
+@pytest.mark.wide
 def test_a_bundle_has_the_calibrated_weights(
     base: Path, lossless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

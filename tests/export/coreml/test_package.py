@@ -177,7 +177,9 @@ def test_state_persists_and_is_shared_by_the_functions():
         assert np.abs(driver.rows(0, length) - expected).max() < 0.05
 
 
-@pytest.mark.parametrize("quant", [Quant.FP16, Quant.INT4], ids=lambda quant: quant.value)
+@pytest.mark.parametrize(
+    "quant", [Quant.FP16, pytest.param(Quant.INT4, marks=pytest.mark.wide)], ids=lambda quant: quant.value
+)
 def test_functions_share_their_weights(quant: Quant):
     weights = {name: part(name, quant) / "Data/com.apple.CoreML/weights" for name in FUNCTIONS}
     merged = size(package(quant) / "Data/com.apple.CoreML/weights")

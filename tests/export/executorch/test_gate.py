@@ -30,6 +30,7 @@ def job(tmp_path: Path) -> Iterator[ExportJob]:
     yield programs.job(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
 
 
+@pytest.mark.lowering
 def test_gate_saw_every_count_and_small_differences(job: ExportJob) -> None:
     parity = ExecutorchExporter().gate(job, programs.bundle().folder, RESULT)
     assert parity["counts"] == job.plan.geometry.tree.emitted

@@ -139,7 +139,8 @@ def test_rejected_drafts_change_nothing(exported: Callable[[str], Bundle], name:
 
 
 @pytest.mark.parametrize(
-    ("tree", "functions"), [((), GREEDY), pytest.param(("--tree", "[]"), (PREFILL, PLAIN), marks=WIDE)]
+    ("tree", "functions"),
+    [pytest.param((), GREEDY, marks=WIDE), pytest.param(("--tree", "[]"), (PREFILL, PLAIN), marks=WIDE)],
 )
 def test_without_an_adapter_drafts_repeat_the_text_unless_only_plain_decoding_is_wanted(
     base: Path, tmp_path: Path, tree: tuple[str, ...], functions: tuple[str, ...]
@@ -356,7 +357,8 @@ def test_so_they_are_with_biases_and_with_a_key_head_for_each_query_head(
     assert result.differences == [] and result.largest_change == 0
 
 
-@pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=WIDE)])
+@WIDE
+@pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_the_head_of_a_draft_vocabulary_has_eight_bits_like_the_whole_one(
     base: Path, tmp_path: Path, quant: str
 ) -> None:
@@ -366,7 +368,7 @@ def test_the_head_of_a_draft_vocabulary_has_eight_bits_like_the_whole_one(
     assert manifest.parity["product_error"] < QUANTIZED.product / 2
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", *OTHERS])
 def test_every_part_of_a_step_is_told_apart(exported: Callable[[str], Bundle], name: str) -> None:
     bundle = exported(name)
     parts = parts_of(bundle.file(STEP))
@@ -382,7 +384,7 @@ def test_every_part_of_a_step_is_told_apart(exported: Callable[[str], Bundle], n
 
 
 @pytest.mark.parametrize("quant", ["int8", *OTHERS])
-@pytest.mark.parametrize(("tree", "short"), [("chain:3", 0), ("chain:4", 2)])
+@pytest.mark.parametrize(("tree", "short"), [pytest.param("chain:3", 0, marks=WIDE), ("chain:4", 2)])
 def test_a_model_without_streams_verifies_drafts_that_repeat_the_text(
     base: Path, tmp_path: Path, quant: str, tree: str, short: int
 ) -> None:

@@ -137,7 +137,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("sampling", CASES, ids=lambda s: f"T={s.temperature}")
+@pytest.mark.parametrize(
+    "sampling",
+    [*CASES[:2], *(pytest.param(each, marks=pytest.mark.wide) for each in CASES[2:])],
+    ids=lambda s: f"T={s.temperature}",
+)
 def test_tokens_have_their_exact_probabilities(sampling: Sampling) -> None:
     check_distribution(sampling, 4_800)
 
