@@ -40,7 +40,7 @@ class Lookup:
         self._ends: dict[NGram, list[int]] = {}  # where so many tokens end and another follows
         self._indexed = 0  # tokens of the text whose tuples are in there
         self._differing: tuple[int, int, int] | None = None  # the first such draft: its depth, lookup's, the stream's
-        self._longest = self._matched = 0  # tokens of the last match, and of that of the first draft
+        self._matched = 0  # tokens of the first draft's match
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step; none, without a step, if a structure forbids the draft."""
@@ -70,9 +70,9 @@ class Lookup:
             self._ends.setdefault(tuple(text[end - self.shortest : end]), []).append(end)
         self._indexed, self._differing = len(text), None
         for depth, candidates in enumerate(conversation.drafts.tolist()):
-            best, found = candidates[0], self._next()
+            best, (found, matched) = candidates[0], self._next()
             if depth == 0:
-                self._matched = self._longest
+                self._matched = matched
             if found is not None and found != best:
                 if self._differing is None:
                     self._differing = depth, found, best
@@ -82,8 +82,9 @@ class Lookup:
             text.append(best)
         del text[conversation.length :]
 
-    def _next(self) -> int | None:
-        """The token that followed the longest match of the text's end; the last occurrence wins a tie."""
+    def _next(self) -> tuple[int | None, int]:
+        """The token that followed the longest match of the text's end, and that match's tokens; the last occurrence
+        wins a tie. Without a match a phrase's, if there is one, and 0."""
         text, best, longest = self._text, None, 0
         for end in reversed(self._ends.get(tuple(text[-self.shortest :]), ())[-RECENT:]):
             length, most = 0, min(end, LONGEST)
@@ -93,8 +94,7 @@ class Lookup:
                 best, longest = text[end], length
                 if length == LONGEST:
                     break
-        self._longest = longest
-        return self.phrases.after(text) if best is None and self.phrases is not None else best
+        return self.phrases.after(text) if best is None and self.phrases is not None else best, longest
 
 
 class LookupOnly(Lookup):

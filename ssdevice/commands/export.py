@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for int4")  # fmt: skip
     add("--tree", metavar="SPEC",
         help=f"draft tree: {FORMS} (default: the chain of all streams; without streams "
-             "chain:3 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)")  # fmt: skip
+             "chain:4 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)")  # fmt: skip
     add("--phrases", action="append", type=Path, default=[], metavar="FILE",
         help="rows of the model's own answers (JSON Lines), whose frequent phrases become drafts, without streams; or "
              "phrases.bin of another bundle of the model")  # fmt: skip
