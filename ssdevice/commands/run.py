@@ -151,21 +151,18 @@ class Trace:
     def line(self, run: Run) -> Text:
         """The line of the next step: its number, how many tokens it emitted, and the tokens."""
         line = Text(f"{self._steps:>4}  +{len(run.tokens):<2} " if self._steps else "prefill   ", style=MARGIN)
-        path = () if run.drafts is None else accepted_path(self._tree, run.drafts.tolist(), run.tokens)
+        drafts = run.drafts.tolist() if run.drafts is not None else []
+        tree = self._tree.levels(len(drafts))  # a short step has fewer
+        path = accepted_path(tree, drafts, run.tokens)
         for i, token in enumerate(run.tokens):
             line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)
-        if run.drafts is not None:
-            for candidates in self._rejected(run.drafts.tolist(), path):
-                text = ALTERNATIVES.join(self._text(token) for token in candidates)
-                line.append(" ")
-                line.append(text if self._console.color_system is not None else f"[{text}]", style=REJECTED)
+        beyond = [node for node in tree.paths if len(node) > len(path) and node[: len(path)] == path]
+        for depth in sorted({len(node) for node in beyond}):
+            rejected = dict.fromkeys(drafts[depth - 1][node[-1]] for node in beyond if len(node) == depth)
+            text = ALTERNATIVES.join(map(self._text, rejected))
+            line.append(" ")
+            line.append(text if self._console.color_system is not None else f"[{text}]", style=REJECTED)
         return line
-
-    def _rejected(self, drafts: list[list[int]], path: tuple[int, ...]) -> list[list[int]]:
-        """The tree's candidates beyond the accepted path, by depth."""
-        beyond = [node for node in self._tree.paths if len(node) > len(path) and node[: len(path)] == path]
-        depths = sorted({len(node) for node in beyond})
-        return [list(dict.fromkeys(drafts[at - 1][node[-1]] for node in beyond if len(node) == at)) for at in depths]
 
     def _text(self, token: int) -> str:
         written = str(self._tokenizer.tokenizer.id_to_token(token))

@@ -10,10 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ssdevice.cli import main
+from ssdevice.commands.run import Trace
+from ssdevice.runtime.generation import Run
+from ssdevice.tree import Tree
 from tests.runtime import tiny_bundle as tiny
+from tests.runtime.scripted import make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,16 @@ def test_a_trace_has_a_line_a_step(bundle: str, capsys: pytest.CaptureFixture[st
     lines = out.out.splitlines()
     steps = int(out.err.split(" steps")[0].split()[-1])
     assert lines[0] == "> hello" and lines[1].startswith("prefill") and len(lines) == steps + 2
+
+
+@pytest.mark.parametrize("drafts", [2, 4])
+def test_a_trace_shows_what_steps_of_each_length_accepted(drafts: int) -> None:
+    trace, ids = Trace(make_tokenizer(), Tree.chain(4)), np.arange(40, 45, dtype=np.int32)
+    for accepted in range(drafts + 1):
+        run = Run((*ids[:accepted].tolist(), 50), "", None, ids[:drafts, None])
+        line = trace.line(run)
+        assert [str(span.style) for span in line.spans].count("green") == accepted
+        assert line.plain.count("[") == drafts - accepted
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
