@@ -109,6 +109,7 @@ class LookupOnly(Lookup):
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
         """The tokens after ``last``, from a step; none, without a step, if there is no draft to verify."""
+        conversation.drafts[...] = 0  # where the host chooses tokens they are those of the step before
         self._draft(conversation, last)
         drafted = self._differing is not None and self._differing[0] == 0 and conversation.hopeful()
         short = conversation.short > 0 and self._matched < CERTAIN

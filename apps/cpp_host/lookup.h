@@ -18,6 +18,7 @@ class Lookup {
   Ids step(Conversation& conversation, int32_t last) {
     if (!conversation.streams) {
       lead_ = kMost;
+      std::fill(conversation.drafts.begin(), conversation.drafts.end(), 0);  // where the host chooses tokens, those of the step before
       draft(conversation, last);
       return differing_ && depth_ == 0 ? conversation.step(last, conversation.few && matched_ < kCertain) : Ids{};
     }

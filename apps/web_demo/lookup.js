@@ -33,6 +33,7 @@ export class Lookup {
   async step(conversation, last) {
     if (!conversation.streams) {
       [this.#lead, this.#shortest] = [MOST, ALONE];
+      conversation.drafts.fill(0); // where the host chooses tokens, those of the step before
       this.#draft(conversation, last);
       const short = conversation.short > 0 && this.#matched < CERTAIN;
       return this.#differing?.depth === 0 ? conversation.step(last, short) : [];

@@ -192,13 +192,23 @@ def test_answers_without_streams_are_those_of_plain_decoding(words: list[int], p
 
 
 def test_a_draft_that_a_structure_forbids_is_not_verified(turning: None) -> None:
-    engine = ScriptedEngine(make_geometry(WIDE, vocab=VOCAB), wrong)
+    engine = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB), wrong)
     for drafter in (Lookup(), LookupOnly()):
         conversation = engine.new_conversation()
-        conversation.prefill([0, 1])
-        conversation.length = 2
+        conversation.prefill([1, 2, VOCAB - 1, 1])
+        conversation.length = 4
         conversation.drafts[...] = VOCAB - 1
         conversation.allows = lambda token: token != VOCAB - 1
         assert drafter(conversation, 2) == () and not conversation.hopeful()
         conversation.forced = lambda: [5]
         assert len(drafter(conversation, 2)) >= 1
+
+
+def test_without_streams_a_draft_of_the_step_before_hides_no_match() -> None:
+    """Where the host chooses tokens nothing drafts anew after a step, so text of one word has the same draft again."""
+    engine, lookup = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB), no_streams), LookupOnly()
+    conversation = engine.new_conversation()
+    conversation.prefill([5, 5, 5])
+    conversation.length = 3
+    conversation.drafts[:] = [[5], [6]]
+    assert lookup(conversation, 5) and conversation.verified.tolist() == [[5], [5]]

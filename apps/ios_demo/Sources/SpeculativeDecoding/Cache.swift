@@ -91,6 +91,11 @@ struct Cache {
         drafts.replaceSubrange(row, with: ([token] + drafts[row].filter { $0 != token }).prefix(geometry.k))
     }
 
+    /// Without streams, drafts of the step before may be left where the host chooses tokens.
+    mutating func forgetDrafts() {
+        drafts = drafts.map { _ in 0 }
+    }
+
     /// What follows a draft's first tokens still fits after a plain call, if they are what the model said.
     mutating func shiftDrafts() {
         drafts = drafts.dropFirst(geometry.k) + drafts.suffix(geometry.k)

@@ -40,6 +40,7 @@ struct Lookup {
             resting -= 1
             return try cache.step(last)
         }
+        if !cache.streams { cache.forgetDrafts() }
         improve(&cache, cache.text.prefix(cache.length) + [last])
         if !cache.streams { return differing?.depth == 0 ? try cache.step(last) : [] }
         let tokens = try cache.step(last)
