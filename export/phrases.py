@@ -1,11 +1,13 @@
 """The table of phrases that a model says often (``ssdevice.runtime.phrases``), made of its own answers."""
 
 from collections.abc import Sequence
+from os.path import realpath
 from pathlib import Path
 
 import numpy as np
 
 from ssdevice.data import read_examples
+from ssdevice.errors import InputError
 from ssdevice.runtime.phrases import FEWEST, FILE, LARGEST, MOST, Phrases, check_bits, mixed
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
@@ -15,11 +17,18 @@ LEAST, SHARE = 3, 0.8
 
 def read_phrases(files: Sequence[Path], tokenizer: ChatTokenizer, instruction: str, vocab: int) -> bytes:
     """The table for answers in files of rows, or in a file that has one already. Raises InputError."""
-    if not files:
-        return b""
-    if [file.suffix for file in files] == [Path(FILE).suffix]:
-        return Phrases.read(files[0], vocab).data
-    return phrase_table([tokenizer.sample(example, instruction) for example in read_examples(files)], vocab)
+    made = [file for file in files if file.suffix.lower() == Path(FILE).suffix]
+    if made and len(files) > 1:
+        raise InputError(f"--phrases {made[0]} is a table: give only this file, or only files of rows")
+    if made:
+        table = Phrases.read(Path(realpath(made[0])), vocab).data
+    else:
+        table = phrase_table([tokenizer.sample(example, instruction) for example in read_examples(files)], vocab)
+    tokens = [entry & (1 << vocab.bit_length()) - 1 for entry in memoryview(table).cast("I") if entry]
+    if not tokens or not 0 < min(tokens) <= max(tokens) <= vocab:
+        why = f"no table of a model with {vocab} tokens" if made else f"nothing is said {LEAST} times; add answers"
+        raise InputError(f"--phrases {files[0]}: {why}")
+    return table
 
 
 def phrase_table(rows: Sequence[Sample], vocab: int) -> bytes:

@@ -208,14 +208,12 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(None, None, False, BASE_APP)]))
     if twice := repeated_name(app.name.lower() for app in apps):
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
-    tree = _tree(options, apps, target.repeats if merged else 0)
+    tree = _tree(options, apps, merged, target.repeats if merged else 0)
     chunk = options.chunk or target.chunk
     if chunk + tree.depth + 2 > POSITION_MARGIN:
         raise ConfigError(f"--chunk {chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions")
     if options.context < 2 * tree.emitted:
-        raise ConfigError(
-            f"--context {options.context} cannot hold a prompt and two steps of {tree.emitted} tokens each"
-        )
+        raise ConfigError(f"--context {options.context} cannot hold a prompt and two steps of {tree.emitted} tokens")
     heads = int(config.num_attention_heads)
     geometry = Geometry(
         layers=int(config.num_hidden_layers) + max(app.draft_layers for app in apps),
@@ -230,6 +228,8 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         hidden=int(config.hidden_size) if options.choose else 0,
         short=0 if any(app.settings for app in apps) or tree.depth < 2 * target.short else target.short,
     )
+    if options.phrases and (not geometry.gamma or any(app.settings for app in apps)):
+        raise ConfigError("--phrases are drafts without streams: they need a --tree, such as chain:4, and no streams")
     schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
     tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
     plan = ExportPlan(
@@ -237,7 +237,7 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         target.bits[options.quant], tokenizer, tokenizer_folder, calibration,
         (*check_settings(tokenizer, folder, options.choose), *_longer(options.context, config), *base.notes, *notes),
         model_sampling(folder, identity.vocab) if options.choose else None,
-        read_phrases(options.phrases, tokenizer, apps[0].instruction, identity.vocab),
+        read_phrases(options.phrases, tokenizer, apps[0].instruction, identity.vocab) if options.phrases else b"",
     )  # fmt: skip
     if options.schedule is not None and plan.settings is None:
         raise ConfigError("--schedule needs an adapter with streams: without one there is nothing to schedule")
@@ -245,8 +245,6 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         gamma = plan.of(app).geometry.gamma or None
         load(folder, app.folder, options.context, gamma, merged, identity=identity, values=False)
         check_instruction(tokenizer, app.name, app.instruction, options.context)
-    if options.phrases and (not geometry.gamma or plan.settings is not None):
-        raise ConfigError("--phrases needs a bundle that drafts without streams, see --tree")
     target.check(plan)
     return plan
 
@@ -301,15 +299,15 @@ def _schedule(options: ExportOptions, target: "Exporter", apps: tuple[AppPlan, .
     return Schedule.DEFERRED if waiting else options.schedule or (Schedule.FUSED if papers else target.schedule)
 
 
-def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], repeats: int) -> Tree:
+def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repeats: int) -> Tree:
     """The requested tree, or the chain of the streams that all apps have; without streams, of ``repeats`` drafts."""
     gammas = {app.name: app.settings.streams.gamma for app in apps if app.settings is not None}
     if not gammas:
         tree = options.tree or Tree.chain(repeats)
-        if tree.size > 1 and (not tree.is_chain or len(apps) > 1):
+        if tree.size > 1 and not (tree.is_chain and merged):
             raise ConfigError(
                 "--tree without an adapter with streams: drafts then repeat the text, which takes a chain "
-                "such as chain:3 and a bundle of one app"
+                "such as chain:4 and a bundle of one app without --slots"
             )
         return tree
     if options.tree is None:

@@ -52,16 +52,9 @@ class InternalCacheForm(nn.Module):
     values: Tensor | LayerStates
 
     def __init__(
-        self,
-        name: str,
-        module: FunctionModule,
-        geometry: Geometry,
-        *,
-        dtype: torch.dtype = torch.float32,
-        write: Write = write_by_index,
-        stacked: bool = True,
-        logits: bool = False,
-    ) -> None:
+        self, name: str, module: FunctionModule, geometry: Geometry, *, dtype: torch.dtype = torch.float32,
+        write: Write = write_by_index, stacked: bool = True, logits: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.module, self.geometry = name, module, geometry
         self.dtype, self.write, self.stacked, self.logits = dtype, write, stacked, logits

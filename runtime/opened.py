@@ -32,6 +32,7 @@ class OpenBundle:
         self._bundle: Bundle | None = None
         self._options = EngineOptions()
         self._conversation = engine.new_conversation()
+        self.phrases: Phrases | None = None
         self._apps: dict[str, Conversation] = {}  # those that the session has used
         self._chat = Chat()  # replaced by another whenever the conversation continues
 
@@ -61,6 +62,8 @@ class OpenBundle:
             session = cls(engine, tokenizer, found.instruction)
             session._bundle, session._options, session.app = opened, options, found.name
             session._apps[found.name] = session._conversation
+            if phrases.ROLE in opened.manifest.roles:
+                session.phrases = Phrases.read(opened.file(phrases.ROLE), opened.geometry.vocab)
             if resume is not None:
                 session._chat = restore(resume, opened, found.name, session._conversation)
         return session
@@ -81,13 +84,6 @@ class OpenBundle:
     def streams(self) -> bool:
         """Whether the model drafts; otherwise drafts only repeat the text."""
         return self._bundle is None or self._bundle.manifest.mode is not None
-
-    @cached_property
-    def phrases(self) -> Phrases | None:
-        """What the model says often, if the bundle has it. Raises BundleError."""
-        if self._bundle is None or phrases.ROLE not in self._bundle.manifest.roles:
-            return None
-        return Phrases.read(self._bundle.file(phrases.ROLE), self._bundle.geometry.vocab)
 
     def use(self, app: str) -> None:
         """Switch to another app and start over, since each adapter computes other keys and values. Switching back to an

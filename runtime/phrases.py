@@ -13,7 +13,8 @@ from typing import Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdevice.errors import BundleError, reading
+from ssdevice.bundle.integrity import read_bounded
+from ssdevice.errors import BundleError
 
 ROLE, FILE = "phrases", "phrases.bin"
 FEWEST, MOST = 2, 4
@@ -45,11 +46,10 @@ class Phrases:
 
     @classmethod
     def read(cls, file: Path, vocab: int) -> Self:
-        """The table in a file. Raises InputError for a file that cannot be read, BundleError for one that is none."""
-        with reading(file):
-            data = file.read_bytes() if (size := file.stat().st_size) <= 4 << LARGEST else b""
+        """The table in a file. Raises BundleError."""
+        data = read_bounded(file, 4 << LARGEST)
         if len(data) < 4 or len(data) & len(data) - 1:
-            raise BundleError(f"{file}: {size} bytes are no table of phrases")
+            raise BundleError(f"{file}: {len(data)} bytes are no table of phrases, which has 4, 8, 16, ..")
         return cls(data, vocab)
 
     def after(self, text: Sequence[int]) -> int | None:

@@ -7,7 +7,7 @@
 
 class Phrases {
  public:
-  static constexpr uintmax_t kMostBytes = 4 << 18;
+  static constexpr uintmax_t kMostBytes = 4 << 17;
 
   Phrases() = default;  // none
 

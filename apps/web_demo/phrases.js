@@ -5,7 +5,7 @@ import { BundleError } from "./bundle.js";
 /** The role of the table's file. */
 export const PHRASES = "phrases";
 const [FEWEST, MOST] = [2, 4];
-const MOST_BYTES = 4 << 18;
+const MOST_BYTES = 4 << 17;
 
 export class Phrases {
   #entries;

@@ -101,23 +101,23 @@ def answer(
 def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
     """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong ids elsewhere; then on
     those of a short step, if there is one. ``ended`` collects the nodes of the whole tree at which runs ended."""
-    turn = 0
+    turn, paths = 0, list[tuple[int, ...]]()
 
     def advance(conversation: Conversation, last: int) -> Sequence[int]:
         nonlocal turn
-        g, every = conversation.geometry, conversation.geometry.tree.paths
+        g = conversation.geometry
+        if not paths:
+            paths.extend((*g.tree.paths, *(g.shorter.tree.paths if conversation.short else ())))
         at = conversation.length - prompt_tokens + 1  # index in truth of what follows the last token
-        few = g.shorter.tree.paths if conversation.short else ()
-        node = turn % (len(every) + len(few))
-        turn += 1
-        path = (every + few)[node]
+        node, turn = turn % len(paths), turn + 1
+        path, whole = paths[node], node < g.tree.size
         for stream in range(g.gamma):
             true = truth[at + stream] if at + stream < len(truth) else 0
             conversation.drafts[stream] = (true + 1 + np.arange(g.k)) % g.vocab
             if stream < len(path) and at + stream < len(truth):
                 conversation.drafts[stream, path[stream]] = true
-        run = conversation.step(last, short=node >= len(every))
-        if len(run) == len(path) + 1 and node < len(every):
+        run = conversation.step(last, short=not whole)
+        if whole and len(run) == len(path) + 1:
             ended.add(node)
         return run
 

@@ -71,12 +71,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print Markdown on standard output."""
     sampling_of(args)
     check_measuring(args)
-    examples = read_examples(args.data, args.limit, require_completion=False)
     if args.profile:
         measuring = ("--json", "--report", "--metric", "--rounds", "--skip-long")
         opening.refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
         choices = map(flag, (*HELP, *STRUCTURES, "logit_bias", "sample"))
         opening.refuse_ignored(args, "--profile chooses tokens greedily", *choices)
+    examples = read_examples(args.data, args.limit, require_completion=False)
+    if args.profile:
         with opening.open_session(args, profile=True) as session:
             show(profile(session, examples[:PROFILE_PROMPTS], args.max_tokens), as_json=False)
         return 0

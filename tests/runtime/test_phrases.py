@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from ssdevice.errors import BundleError, InputError
 from ssdevice.export.phrases import LEAST, SHARE, phrase_table
 from ssdevice.runtime.phrases import FEWEST, LARGEST, MOST, Phrases
+from ssdevice.runtime.session import Session
 from ssdevice.text.tokenizer import Sample
+from tests.runtime.tiny_bundle import tiny_bundle, with_phrases
 
 VOCAB = 300
 
@@ -94,5 +96,11 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path, size: int) -> None:
     with pytest.raises(InputError, match="no such file"):
         Phrases.read(file, VOCAB)
     file.write_bytes(bytes(size))
-    with pytest.raises(BundleError, match=f"{size} bytes are no table"):
+    with pytest.raises(BundleError, match=f"{size} bytes"):
         Phrases.read(file, VOCAB)
+
+
+def test_a_bundle_whose_table_is_none_does_not_open(tmp_path: Path) -> None:
+    bundle = with_phrases(tiny_bundle("int8", streams=False, repeats=4), tmp_path / "b", bytes(12))
+    with pytest.raises(BundleError, match="12 bytes are no table of phrases"):
+        Session.open(bundle, threads=1)

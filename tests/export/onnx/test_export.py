@@ -30,11 +30,12 @@ from ssdevice.export.onnx import exporter
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE, OnnxExporter
 from ssdevice.export.onnx.graphs import LogitsEngine, parts_of, show_regions
 from ssdevice.export.parity.products import QUANTIZED
-from ssdevice.export.phrases import read_phrases
+from ssdevice.export.phrases import LEAST, phrase_table, read_phrases
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.onnx.kernels import HALF_TREE_ATTENTION, TREE_ATTENTION
 from ssdevice.runtime.session import Session
 from ssdevice.text.chat_template import PLAIN_PROMPT as NOTE
+from ssdevice.text.tokenizer import Sample
 from ssdevice.tree import Tree
 from tests.conformance.families import write_family
 from tests.export.models import write_adapter
@@ -202,6 +203,7 @@ def test_an_adapter_brings_the_name_of_its_app(
         (["--adapter", "a={adapter}", "--tree", "chain:4"], "γ = 3"),
         (["--adapter", "a={adapter}", "--tree", "chain:0"], "chain"),
         (["--tree", TREE], "takes a chain"),
+        (["--slots", "--tree", "chain:4"], "without --slots"),
         (["--adapter", "a={adapter}", "--context", "4"], "cannot hold"),
         (["--adapter", "a={adapter}", "--context", "7"], "cannot hold"),
         (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk: 0, expected 1 or more"),
@@ -433,12 +435,23 @@ def test_phrases_of_rows_are_in_the_bundle_and_change_no_answer(base: Path, tmp_
 def test_phrases_that_nothing_drafts_or_that_are_none_are_refused(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, damaged = tmp_path / "rows.jsonl", tmp_path / "phrases.bin"
+    rows, damaged, other = tmp_path / "rows.jsonl", tmp_path / "phrases.bin", tmp_path / "other.BIN"
     rows.write_text('{"prompt": "a", "completion": "b"}')
     damaged.write_bytes(bytes(12))
+    other.write_bytes(phrase_table([Sample(tuple(range(40_000, 40_500)), 1)] * LEAST, 49_152))
+    os.mkfifo(tmp_path / "pipe.bin")
+    (tmp_path / "link.bin").symlink_to(other)
+    unread = str(tmp_path / "absent.jsonl")
     for flags, said in (
-        (["--phrases", str(rows), "--adapter", f"app={adapter}"], "without streams"),
-        (["--phrases", str(rows), "--tree", "[]"], "without streams"),
+        (["--phrases", unread, "--adapter", f"app={adapter}"], "without streams"),
+        (["--phrases", unread, "--tree", "[]"], "without streams"),
+        (["--phrases", unread, "--slots"], "without streams"),
+        (["--phrases", str(rows)], "nothing is said 3 times; add answers"),
+        (["--phrases", str(other)], "other.BIN: no table of a model with 300 tokens"),
+        (["--phrases", str(tmp_path / "link.bin")], "link.bin: no table of a model"),
+        (["--phrases", str(other), "--phrases", str(rows)], "is a table: give only this file"),
+        (["--phrases", str(tmp_path / "pipe.bin")], "not a plain file"),
+        (["--phrases", str(tmp_path)], "is a folder"),
         (["--phrases", str(damaged)], "12 bytes are no table of phrases"),
         (["--phrases", str(tmp_path / "absent.bin")], "no such file"),
     ):
