@@ -71,10 +71,10 @@ def compiled_objects(sources: Iterable[Path], compiler: list[str], flags: Sequen
     including = ["-I", str(kernels.SOURCES)]
 
     def of(source: Path) -> str:
-        text = _preprocessed(source, (*compiler, *flags, *including))
-        same = text == _preprocessed(source, (*compiler, *users, *including))
+        text = _preprocessed(source, (*compiler, *flags, *including)) if defines else b""
+        same = not defines or text == _preprocessed(source, (*compiler, *users, *including))
         optimized = users if same else [QUICK.get(flag, flag) for flag in users]
-        key = hashlib.sha256(repr((compiler, optimized, text)).encode()).hexdigest()
+        key = hashlib.sha256(repr((compiler, optimized, source if same else text)).encode()).hexdigest()
 
         def make(file: Path) -> None:
             given = [*compiler, *optimized, *defines, *including, "-c", "-o", str(file), str(source)]
