@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import openai
 import pytest
 
 from ssdevice.runtime.sampling.options import Sampling
@@ -18,6 +17,9 @@ from ssdevice.serve import decoder
 from ssdevice.serve.names import LOOPBACK
 from tests.runtime.tiny_bundle import APP
 from tests.serve.serving import USER, served, tiny_session, tokenizer, tool
+
+if TYPE_CHECKING:
+    import openai  # 1.7 s, which tests pay that use it
 
 LOOK = tool(city={"enum": ["Rome", "Oslo"]})
 
@@ -31,6 +33,8 @@ def other() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
+    import openai
+
     with tiny_session() as session, served(session) as (port, _):
         yield openai.OpenAI(base_url=f"http://{LOOPBACK}:{port}/v1", api_key="none", max_retries=0)
 
@@ -40,6 +44,8 @@ def ask(client: openai.OpenAI, **more: Any) -> Any:
 
 
 def test_apps_are_models(client: openai.OpenAI) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == [APP]
     assert client.models.retrieve(APP).owned_by == "ssdevice"
     with pytest.raises(openai.NotFoundError, match="there is no model 'another'; the bundle's apps are letters"):
@@ -82,6 +88,8 @@ def test_what_asks_for_sampling_without_a_temperature_samples_at_1(client: opena
 
 
 def test_what_typical_acceptance_may_have_changed_is_marked(client: openai.OpenAI) -> None:
+    import openai
+
     inexact = {"extra_body": {"typical_acceptance": 0.1}}
     assert ask(client, temperature=1, **inexact).inexact is True
     assert not hasattr(ask(client, temperature=1), "inexact")
@@ -133,6 +141,8 @@ def test_the_cache_holds_the_conversation(client: openai.OpenAI) -> None:
 
 
 def test_a_template_is_given_arguments(client: openai.OpenAI) -> None:
+    import openai
+
     loud = ask(client, extra_body={"chat_template_kwargs": {"loud": True}})
     assert loud.usage.prompt_tokens > ask(client).usage.prompt_tokens
     with pytest.raises(openai.BadRequestError, match="does not read 'quiet'"):
