@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"draft tree: {FORMS} (default: the chain of all streams; without streams "
              "chain:4 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)")  # fmt: skip
     add("--phrases", action="append", type=Path, default=[], metavar="FILE",
-        help="rows of the model's own answers (JSON Lines), whose frequent phrases become drafts, without streams; or "
-             "phrases.bin of another bundle of the model")  # fmt: skip
+        help="rows of the model's own answers (JSON Lines): what they say often is drafted where the text does not "
+             "repeat itself; or phrases.bin of another bundle of the model; without streams")  # fmt: skip
     add("--schedule", choices=[s.value for s in Schedule], help="when streams run (default: the target's)")
     add("--context", type=positive, default=512, metavar="N", help="tokens a conversation may hold (default 512)")
     add("--chunk", type=positive, metavar="C", help="prompt tokens per prefill call (default 32 for ONNX, else 64)")

@@ -22,6 +22,7 @@ from ssdevice.contract import ROWS
 from ssdevice.errors import BundleError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx import kernels
+from ssdevice.runtime.phrases import LARGEST
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from tests.apps.cpp_host import build as host_build
@@ -241,9 +242,10 @@ def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, p
     assert float(done.stderr.split()[2]) == per_call
 
 
-def test_a_table_of_phrases_that_is_none_is_one_line(tmp_path: Path) -> None:
-    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(12))
-    refused(run(bundle.folder, "1 2 3\n", "--no-kernels"), "phrases.bin: 12 bytes are no table of phrases")
+@pytest.mark.parametrize("size", [12, 8 << LARGEST])
+def test_a_table_of_phrases_that_is_none_is_one_line(tmp_path: Path, size: int) -> None:
+    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(size))
+    refused(run(bundle.folder, "1 2 3\n", "--no-kernels"), f"phrases.bin: {size} bytes are no table of phrases")
 
 
 def test_a_bundle_for_plain_decoding_needs_no_option(with_kernels: bool) -> None:

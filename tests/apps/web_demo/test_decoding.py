@@ -23,6 +23,7 @@ from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.loop import plain
 from ssdevice.runtime.onnx.adapter import AdapterTensors, write_adapter
+from ssdevice.runtime.phrases import LARGEST
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.session import Session
 from tests.apps.web_demo import host, shipped
@@ -74,11 +75,12 @@ def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, s
             assert long[mode] == expected(session, requests[1]["ids"], mode, 60)
 
 
-def test_a_table_of_phrases_that_is_none_is_refused(tmp_path: Path) -> None:
-    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(12))
+@pytest.mark.parametrize("size", [12, 8 << LARGEST])
+def test_a_table_of_phrases_that_is_none_is_refused(tmp_path: Path, size: int) -> None:
+    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(size))
     request = {"app": "base", "ids": [9], "max_tokens": 2}
     done = host.script("decode.mjs", bundle.folder, given=host.lines([request]))
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "12 bytes are no table of phrases\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{size} bytes are no table of phrases\n")
 
 
 SAMPLERS: tuple[dict[str, Any], ...] = (
