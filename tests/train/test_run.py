@@ -315,7 +315,7 @@ def test_a_failure_is_a_line_and_the_same_command_goes_on(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    again = command(base, data, tmp_path / "x", "--steps", "2", "--dev", str(data), "--quiet")
+    again = command(base, data, tmp_path / "x", "--steps", "2", "--dev", str(data), "--quiet", "--max-length", "24")
     with monkeypatch.context() as patched:
         patched.setattr(f"ssdevice.train.{place}", fail)
         assert main(again[3:]) == code
