@@ -208,13 +208,13 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         apps = (*apps, *([] if BASE_APP in {a.name.lower() for a in apps} else [AppPlan(None, None, False, BASE_APP)]))
     if twice := repeated_name(app.name.lower() for app in apps):
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
-    tree = _tree(options, apps, merged, target.repeats if merged else 0)
+    tree = _tree(options, apps, merged, target.repeats)
     chunk = options.chunk or target.chunk
     if chunk + tree.depth + 2 > POSITION_MARGIN:
         raise ConfigError(f"--chunk {chunk} and a tree of depth {tree.depth} exceed {POSITION_MARGIN} positions")
     if options.context < 2 * tree.emitted:
-        raise ConfigError(f"--context {options.context} cannot hold a prompt and two steps of {tree.emitted} tokens")
-    heads = int(config.num_attention_heads)
+        raise ConfigError(f"--context {options.context} cannot hold a prompt and 2 steps of {tree.emitted} tokens each")
+    heads, streams = int(config.num_attention_heads), any(app.settings for app in apps)
     geometry = Geometry(
         layers=int(config.num_hidden_layers) + max(app.draft_layers for app in apps),
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
@@ -226,9 +226,9 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         context=options.context,
         chunk=chunk,
         hidden=int(config.hidden_size) if options.choose else 0,
-        short=0 if any(app.settings for app in apps) or tree.depth < 2 * target.short else target.short,
+        short=0 if streams or tree.depth < 2 * target.short else target.short,
     )
-    if options.phrases and (not geometry.gamma or any(app.settings for app in apps)):
+    if options.phrases and (streams or not geometry.gamma):
         raise ConfigError("--phrases are drafts without streams: they need a --tree, such as chain:4, and no streams")
     schedule, base = _schedule(options, target, apps), load_base(folder, values=False)
     tokenizer, tokenizer_folder, notes = shared_tokenizer(folder, [app.folder for app in apps], identity.vocab)
@@ -300,10 +300,11 @@ def _schedule(options: ExportOptions, target: "Exporter", apps: tuple[AppPlan, .
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repeats: int) -> Tree:
-    """The requested tree, or the chain of the streams that all apps have; without streams, of ``repeats`` drafts."""
+    """The requested tree, or the chain of the streams that all apps have; without streams, of ``repeats`` drafts
+    if the only app is ``merged`` into the graphs."""
     gammas = {app.name: app.settings.streams.gamma for app in apps if app.settings is not None}
     if not gammas:
-        tree = options.tree or Tree.chain(repeats)
+        tree = options.tree or Tree.chain(repeats if merged else 0)
         if tree.size > 1 and not (tree.is_chain and merged):
             raise ConfigError(
                 "--tree without an adapter with streams: drafts then repeat the text, which takes a chain "

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 from ssdevice.runtime.onnx import kernels
-from ssdevice.runtime.onnx.kernels import SOURCES
 from tests.once import folder, made_once
 
 COMPILER = next((name for name in kernels.COMPILERS if shutil.which(name)), None)
@@ -25,7 +24,7 @@ KINDS = {"native": [], "without-vnni": ["-DSSDEVICE_WITHOUT_VNNI"], "portable": 
 
 QUICK = {"-O3": "-O1"}
 """Flags in place of those that users get, where only results count: the instructions that sources name stay."""
-HEADER = SOURCES / "kernel.h"
+HEADER = kernels.SOURCES / "kernel.h"
 """What takes a compiler longest to read, 1 to 2 s, and most sources include."""
 
 
@@ -83,7 +82,8 @@ def _reading_less(source: Path, given: Sequence[str]) -> list[str]:
 
 def _includes_header(file: Path) -> bool:
     names = re.findall(r'^#include "(.+)"', file.read_text(), re.MULTILINE)
-    return HEADER.name in names or any(_includes_header(SOURCES / name) for name in names if (SOURCES / name).exists())
+    inside = [kernels.SOURCES / name for name in names]
+    return HEADER in inside or any(_includes_header(each) for each in inside if each.exists())
 
 
 def compiled_objects(sources: Iterable[Path], compiler: list[str], flags: Sequence[str]) -> list[str]:
@@ -94,7 +94,7 @@ def compiled_objects(sources: Iterable[Path], compiler: list[str], flags: Sequen
     flags = [flag for flag in flags if flag not in ("-shared", "-static")]  # for the linker
     defines = [flag for flag in flags if flag.startswith("-D")]
     users = [flag for flag in flags if flag not in defines]
-    including = ["-I", str(SOURCES)]
+    including = ["-I", str(kernels.SOURCES)]
 
     def of(source: Path) -> str:
         text = _preprocessed(source, (*compiler, *flags, *including)) if defines else b""
