@@ -103,7 +103,7 @@ def compiled_objects(sources: Iterable[Path], compiler: list[str], flags: Sequen
         key = hashlib.sha256(repr((compiler, optimized, source if same else text)).encode()).hexdigest()
 
         def make(file: Path) -> None:
-            given = [*compiler, *optimized, *defines, *including]
+            given = [compiler[0], *optimized, *defines, *including, *compiler[1:]]  # its own flags have the last word
             read = _reading_less(source, given)
             subprocess.run([*given, *read, "-c", "-o", str(file), str(source)], check=True)
 
