@@ -86,10 +86,12 @@ RANK_PATH: Rule = {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES -
 
 
 def past_key(layer: int) -> str:
+    """The input for a layer's cached keys, ``[P, kv_heads * head_dim]``, where the caller holds the cache."""
     return f"past_keys.{layer}"
 
 
 def past_value(layer: int) -> str:
+    """The same for its values."""
     return f"past_values.{layer}"
 
 

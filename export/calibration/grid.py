@@ -17,17 +17,17 @@ Anchors = tuple[Tensor, Tensor, Tensor]
 
 
 def lowest(blocks: Tensor) -> Anchors:
-    """The largest magnitude gets code -8, whatever its sign: the scale takes the sign over."""
+    """Of ``blocks [.., n]`` the largest magnitude gets code -8, whatever its sign: the scale takes the sign over."""
     return _anchored(blocks, blocks.abs(), -8.0, -8.0)
 
 
 def symmetric(blocks: Tensor) -> Anchors:
-    """The largest magnitude gets code -7 or 7; no other code is beyond."""
+    """Of ``blocks [.., n]`` the largest magnitude gets code -7 or 7; no other code is beyond."""
     return _anchored(blocks, blocks.abs(), -7.0, 7.0)
 
 
 def unclipped(blocks: Tensor) -> Anchors:
-    """Code -8 for a negative weight or 7 for a positive one, whichever needs the larger scale."""
+    """Of ``blocks [.., n]``: code -8 for a negative weight, 7 for a positive one, whichever needs the larger scale."""
     return _anchored(blocks, torch.where(blocks < 0, blocks / -8, blocks / 7), -8.0, 7.0)
 
 

@@ -10,7 +10,7 @@ ENOUGH_ROWS = 8
 
 
 def as_stored(rows: Array, dtype: np.dtype[Any] | type[np.generic]) -> Array:
-    """Rows in float32 as a cache of this type holds them."""
+    """Rows ``[.., K]``, in float32, as a cache of this type holds them."""
     return rows.astype(dtype).astype(np.float32)
 
 
@@ -22,7 +22,7 @@ def difference(mine: Array, theirs: Array) -> float:
 
 
 def stored_difference(mine: Array, exact: Array) -> float:
-    """``difference`` of a cache's rows from exact ones, not counting the rounding to the cache's type.
+    """``difference`` of a cache's rows ``[rows, K]`` from exact ones, not counting the rounding to the cache's type.
 
     An outlier at a rounding edge may be most of its row, and goes either way.
     """
@@ -38,7 +38,7 @@ def product_difference(mine: Array, theirs: Array) -> float:
 
 
 def distinct(rows: Array) -> list[int]:
-    """The place of each distinct row: equal rows, such as those of a prompt's padding, are one sample."""
+    """The places of distinct ``rows [n, K]``: equal ones, such as those of a prompt's padding, are one sample."""
     return list({row.tobytes(): at for at, row in enumerate(rows)}.values())
 
 

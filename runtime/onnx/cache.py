@@ -36,6 +36,7 @@ class RowCache:
 
     @staticmethod
     def shape(geometry: Geometry) -> tuple[int, int, int]:
+        """Of the array: keys and values of each layer in turn, positions, elements of a row."""
         return 2 * geometry.layers, geometry.capacity, geometry.row_width
 
     def commit(self, length: int, rows: NDArray[Any], count: int) -> None:
@@ -56,7 +57,8 @@ class RowCache:
         return shown if shown <= self.capacity else self.capacity - (self.capacity - length) % lanes
 
     def prefix(self, index: int, rows: int) -> NDArray[Any]:
-        """A view of the first ``rows`` rows of keys (``index`` even) or values (odd) of layer ``index // 2``."""
+        """A view ``[rows, kv_heads * head_dim]`` of the first rows of keys (``index`` even) or values (odd) of layer
+        ``index // 2``."""
         return self.array[index, :rows]
 
 

@@ -195,7 +195,7 @@ def _stays(logits: Scores, top: int, token: int, s: Sampling) -> bool:
 
 
 def weights(scores: Scores, highest: np.float32) -> NDArray[np.float64]:
-    """What tokens weigh, the one of the ``highest`` score 1."""
+    """What tokens of ``scores [n] float32`` weigh, ``[n]``, before they are normalized: exp(score - ``highest``)."""
     found: NDArray[np.float64] = np.exp(scores.astype(np.float64) - float(highest))
     return found
 

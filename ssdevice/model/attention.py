@@ -54,7 +54,8 @@ class Rows:
         self.new: dict[int, KeyValue] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> "tuple[Runs, list[Tensor]]":
-        """Called by a layer's attention with its new rows; ``_attend_rows`` receives the result."""
+        """Called by a layer's attention with its new rows, ``[B, kv_heads, rows, head_dim]`` each; ``_attend_rows``
+        receives the result: the runs of keys and of values, the new ones last."""
         self.new[layer] = (keys, values)
         runs = [*self.past[layer], (keys, values)]
         return Runs(self, [run[0] for run in runs]), [run[1] for run in runs]
@@ -69,7 +70,7 @@ class Runs(list[Tensor]):
 
 
 def attend(asked: Attending) -> Tensor:
-    """The default Attention. Heads of a group share their keys as rows of one matrix product."""
+    """The default Attention, ``[B, Q, heads, hd]``. Heads of a group share their keys as rows of one matrix product."""
     weights, values = _weights(asked), asked.values
     ends = pairwise(accumulate((value.shape[2] for value in values), initial=0))
     columns = (weights[..., start:end] for start, end in ends) if len(values) > 1 else [weights]
@@ -78,9 +79,9 @@ def attend(asked: Attending) -> Tensor:
 
 
 def attend_once(asked: Attending) -> Tensor:
-    """An Attention that concatenates the values, so that the sum over all rows is rounded once. In half precision,
-    separate sums over past and new rows are rounded separately. A drafted row, whose ancestors are new, would then
-    differ from the same row in plain decoding, whose ancestors are past."""
+    """An Attention, ``[B, Q, heads, hd]``, that concatenates the values, so that the sum over all rows is rounded once.
+    In half precision, separate sums over past and new rows are rounded separately. A drafted row, whose ancestors are
+    new, would then differ from the same row in plain decoding, whose ancestors are past."""
     weights, values = _weights(asked), asked.values
     joined = torch.cat(list(values), dim=2) if len(values) > 1 else values[0]
     return torch.matmul(weights, joined).reshape(asked.query.shape).transpose(1, 2)

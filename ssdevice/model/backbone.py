@@ -88,14 +88,17 @@ class Backbone(nn.Module):
 
     @property
     def mask_value(self) -> float:
+        """What is added to the score of a row that is not seen."""
         return self.operators.mask_value
 
     @property
     def kv_heads(self) -> int:
+        """Heads of keys and values; several heads of queries may share one."""
         return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head."""
         config = self.config
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
@@ -149,6 +152,7 @@ class Backbone(nn.Module):
         return self.config.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def windows(self) -> set[int | None]:
+        """The different windows of the layers (see ``window``)."""
         return {self.window(i) for i in range(len(self.layers))}
 
     def masks(self, visible: Callable[[int | None], Tensor]) -> Masks:
@@ -164,7 +168,7 @@ class Backbone(nn.Module):
         return self.logits(self.finish(h))
 
     def head_rows(self, ids: Tensor) -> nn.Linear:
-        """A copy of the LM head for the tokens ``ids``, with frozen weights."""
+        """A copy of the LM head for the tokens ``ids [n]``, ``[.., W] -> [.., n]``, with frozen weights."""
         whole = self.lm_head
         rows = nn.Linear(whole.in_features, len(ids), whole.bias is not None, device="meta")
         rows.weight = nn.Parameter(whole.weight.detach()[ids].clone(), requires_grad=False)

@@ -92,7 +92,8 @@ class StreamModel(nn.Module):
     def run_top_layers(
         self, h: Tensor, states: Tensor, positions: Tensor, masks: Masks, past: Past
     ) -> tuple[Tensor, Rows]:
-        """Final states of main rows and new rows: of the top N_s layers (2402.11131 eq. 1), or of own layers."""
+        """The top N_s layers (2402.11131 eq. 1), or own layers, on main rows ``h [B, R, D]`` at ``positions [B, R]``.
+        ``states [B, R, D]``: what drafts start from. Returns final states ``[B, R, D]`` and new rows."""
         runs = [[kv] for kv in past]
         final, rows = self.backbone.run(*self.drafting, states, self.backbone.rope(positions), masks, runs)
         return final if self.own is None else h, rows
@@ -195,7 +196,8 @@ class StreamModel(nn.Module):
         return self.draft_tokens(self.backbone.operators.top_k(self.draft_logits(finished)[0], k))
 
     def draft_tokens(self, rows: Tensor) -> Tensor:
-        """The tokens of rows of the streams' head, in any shape."""
+        """Token ids, int32, of ``rows`` of the streams' head, in the same shape; these rows themselves without a draft
+        vocabulary."""
         if self.draft_head is None or self.streams is None:
             return rows
         return self.streams.draft_ids.index_select(0, rows.reshape(-1)).reshape(rows.shape)
@@ -401,6 +403,7 @@ class PrefillModule(nn.Module):
 
 
 def joined(*runs: KeyValue) -> KeyValue:
+    """Runs of rows as one, ``[B, kv_heads, n, head_dim]`` each of keys and values: in order, along n."""
     keys, values = zip(*runs, strict=True)
     return (torch.cat(keys, dim=2), torch.cat(values, dim=2)) if len(runs) > 1 else runs[0]
 

@@ -40,6 +40,7 @@ class LowRank(nn.Module):
 
 
 def low_rank_factors(model: nn.Module) -> set[nn.Module]:
+    """The linears inside the low-rank terms of a model, which targets round otherwise than the model's own."""
     return {factor for term in model.modules() if isinstance(term, LowRank) for factor in term.children()}
 
 
@@ -121,7 +122,8 @@ class DraftLayers(nn.Module):
         return cast(Tensor, self.fuse(torch.cat(normed, dim=-1)))
 
     def start(self, state: Tensor, chosen: Tensor) -> Tensor:
-        """A draft's state before the layers: that of the row or draft before it, and its token's embedding."""
+        """A draft's state before the layers, ``[B, n, D]``: that of the row or draft before it, ``state [B, n, D]``,
+        and the embedding of the token after that, ``chosen [B, n, D]``."""
         return state + cast(Tensor, self.embed(self.embed_norm(chosen)))
 
 
@@ -172,7 +174,7 @@ class Streams(nn.Module):
             self.split.main = None
 
     def moved(self, h: Tensor) -> Tensor:
-        """f(M): UVM, or M itself."""
+        """f(M) of states ``[.., D]``: UVM, or M itself (2402.11131 eq. 3)."""
         return h if self.f is None else cast(Tensor, self.f(h))
 
     def start(self, h: Tensor, gamma: int, chosen: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def additive(visible: Tensor, value: float) -> Tensor:
-    """0 where visible, ``value`` where not; float32, same shape."""
+    """An additive mask, float32, of a bool table ``visible`` of any shape: 0 where True, ``value`` elsewhere."""
     return torch.where(visible, 0.0, value).to(torch.float32)
 
 

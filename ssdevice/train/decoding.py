@@ -30,7 +30,7 @@ VISIBLE_MULTIPLE = 32
 
 
 def greedy(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
-    """The likeliest token; the lowest id wins a tie."""
+    """The likeliest token of each row of ``logits [n, V]``; the lowest id wins a tie. The rest does not matter."""
     return logits.argmax(-1).tolist()
 
 

@@ -94,7 +94,8 @@ class StreamingLoss(nn.Module):
         return torch.where(ahead == IGNORE, IGNORE, self.place[ahead.clamp(min=0)])
 
     def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, Rows]:
-        """Main rows of whole sequences: what drafts read of them, final states, and the MSA layers' new rows."""
+        """Main rows of whole sequences ``tokens [B, S]``: what drafts read of them ``[B, S, n D]`` (n is 1 but for own
+        layers), final states ``[B, S, D]``, and the new rows of the MSA layers."""
         model = self.model
         positions, masks = self._causal(tokens)
         h = model.backbone.embed(tokens, positions.expand(tokens.shape[0], -1))
@@ -104,7 +105,8 @@ class StreamingLoss(nn.Module):
         return read, *model.run_top_layers(h, read, positions, masks, [])
 
     def run_own(self, read: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        """What drafts start from and the rows that they see. Own layers, which are trained, run here."""
+        """What drafts start from, ``[B, S, D]``, and the rows that they see, of the first and third result of
+        ``run_main``. Own layers, which are trained, run here."""
         states = self.model.states(read)
         if self.model.own is not None:
             _, rows = self.model.run_top_layers(states, states, *self._causal(read), [])
@@ -235,7 +237,8 @@ def attending_by_node(model: StreamModel, gamma: int) -> Iterator[None]:
 
 
 def attend_by_node(asked: Attending, gamma: int) -> Tensor:
-    """``attend`` for streams: the runs are main rows and, once or more, γ rows per node."""
+    """``attend`` for streams, ``[B, n * γ, heads, hd]``: the runs are main rows and, once or more, γ rows of each of n
+    nodes."""
     (past_keys, *own_keys), (past_values, *own_values) = asked.keys, asked.values
     batch, heads, rows, dim = asked.query.shape
     kv_heads, past = past_keys.shape[1], past_keys.shape[2]
