@@ -101,6 +101,27 @@ def test_the_code_that_the_page_of_the_papers_names_is_there() -> None:
             assert set(name.split(".")) <= set(known), f"{name} is not in {file}"
 
 
+def test_speed_ups_of_the_readme_have_a_source() -> None:
+    """Each speed-up with an interval is in a page of docs, with the same interval and so with its command."""
+    interval = re.compile(r"(\d+\.\d+)x?\*{0,2}(?: genai)? \((\d+\.\d+)(?: to |\.\.)(\d+\.\d+)")
+    measured = {found for page in (ROOT / "docs").glob("*.md") for found in interval.findall(page.read_text("utf-8"))}
+    claimed = interval.findall((ROOT / "README.md").read_text("utf-8"))
+    assert len(claimed) >= 10
+    assert not set(claimed) - measured, f"no page of docs measures {sorted(set(claimed) - measured)}"
+
+
+CARDS = sorted((ROOT / "models" / "adapters").rglob("README.md"))
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: str(card.parent.relative_to(ROOT / "models" / "adapters")))
+def test_a_card_names_the_size_of_its_files(card: Path) -> None:
+    """The first size in the row of the parameters, in MB, is that of the folder's own weights."""
+    row = re.search(r"^\| parameters \|.*?(\d+\.\d) MB", card.read_text("utf-8"), re.MULTILINE)
+    assert row, "no row of parameters"
+    own = sum(file.stat().st_size for file in card.parent.glob("*.safetensors") if not file.is_symlink())
+    assert float(row[1]) == pytest.approx(own / 1e6, abs=0.06)
+
+
 def anchors(document: Path) -> set[str]:
     """Headings as the hosting site writes them into addresses."""
     headings = re.findall(r"^#+ (.*)$", document.read_text("utf-8"), re.MULTILINE)
