@@ -48,21 +48,26 @@ export class TextStream {
   push(id) {
     if (this.special.has(id)) return "";
     this.window.push(id);
-    const whole = this.#decode(this.window);
-    if (whole.endsWith(UNDECODED) && this.window.length - this.settled < LONGEST_CHARACTER) return "";
-    return this.#settle(whole);
+    const end = this.window.length;
+    if (!this.#decode(this.window).endsWith(UNDECODED)) return this.#settle(end);
+    if (end - this.settled < LONGEST_CHARACTER) return "";
+    // Fewer tokens may still begin a character. A cut within one would leave two broken parts, so more text.
+    const parts = (/** @type {number} */ cut) => this.#decode(this.window.slice(0, cut)) + this.#decode(this.window.slice(cut));
+    let best = end - 1;
+    for (let cut = end - 2; cut > end - LONGEST_CHARACTER; cut--) if (parts(cut).length < parts(best).length) best = cut;
+    return this.#settle(best);
   }
 
   /** The rest, a broken character as U+FFFD. */
   flush() {
-    return this.#settle(this.#decode(this.window));
+    return this.#settle(this.window.length);
   }
 
-  /** @param {string} whole */
-  #settle(whole) {
-    const piece = whole.slice(this.#decode(this.window.slice(0, this.settled)).length);
+  /** @param {number} end the tokens before it are settled, whose text no later one can change */
+  #settle(end) {
+    const piece = this.#decode(this.window.slice(0, end)).slice(this.#decode(this.window.slice(0, this.settled)).length);
     this.window = this.window.slice(this.settled);
-    this.settled = this.window.length;
+    this.settled = end - this.settled;
     return piece;
   }
 

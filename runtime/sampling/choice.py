@@ -204,7 +204,7 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
     """The likeliest tokens that have ``mass`` together, ids ascending."""
     weight = weights(scores, np.max(scores))
     total = float(np.sum(weight))
-    likely = np.flatnonzero(weight > (1 - mass) * total / len(weight))  # all others have less than 1 - mass together
+    likely = np.flatnonzero(weight >= (1 - mass) * total / len(weight))  # all others have less than 1 - mass together
     order = likely[np.argsort(-weight[likely], kind="stable")]
     return np.sort(order[: 1 + int(np.searchsorted(np.cumsum(weight[order]), mass * total))])
 

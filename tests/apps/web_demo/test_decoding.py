@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from ssdevice.adapters.storage import stored
 from ssdevice.bench.equality import first_difference
@@ -29,6 +30,7 @@ from ssdevice.runtime.session import Session
 from tests.apps.web_demo import host, shipped
 from tests.bundle.optional import leave_out_defaults
 from tests.runtime import tiny_bundle as tiny
+from tests.text.test_tokenizer import TOKENIZERS
 from tests.vectors.sampling import FILE as VECTORS
 from tests.vectors.sessions import FILE as SESSIONS
 
@@ -220,6 +222,22 @@ def test_texts_have_the_ids_of_the_python_tokenizer() -> None:
     for text, found in zip(texts, json.loads(done.stdout), strict=True):
         assert found["ids"] == tokenizer.encode(text), ascii(text)
         assert found["text"] == tokenizer.decode(found["ids"])
+
+
+def test_broken_characters_spoil_no_others(tmp_path: Path) -> None:
+    """The pieces of a stream, of tokens that end within characters, are what the ids say at once."""
+    broken = Tokenizer.from_file(str(shipped.MODELS / "base-7m" / "tokenizer.json"))
+    draw, parts = Random(0), [broken.encode(text, add_special_tokens=False).ids for text in ("🙂", "é", "\ufffd", "a")]
+    given = [[i for part in draw.choices(parts, k=6) for i in part[: draw.randint(1, 4)]] for _ in range(1000)]
+    done = host.script("tokenize.mjs", shipped.MODELS / "base-7m" / "tokenizer.json", given=json.dumps(given))
+    assert [found["text"] for found in json.loads(done.stdout)] == [broken.decode(ids) for ids in given]
+
+    fallback = TOKENIZERS["byte_fallback"]  # a byte is a token, and decoding a broken run spoils it all
+    (tmp_path / "tokenizer.json").write_text(fallback.to_str(), "utf-8")
+    texts = ["".join(draw.choices("\ufffdé🙂a ", k=12)) for _ in range(300)]
+    given = [fallback.encode(text, add_special_tokens=False).ids for text in texts]
+    done = host.script("tokenize.mjs", tmp_path / "tokenizer.json", given=json.dumps(given))
+    assert [found["text"] for found in json.loads(done.stdout)] == [fallback.decode(ids) for ids in given]
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16, Precision.INT8])

@@ -57,6 +57,19 @@ def test_truncation_is_that_of_transformers(asked: dict[str, float]) -> None:
         assert np.array_equal(found, scores if ids is None else scores[ids])
 
 
+@pytest.mark.parametrize("name", ["top_p", "min_p", "typical_p"])
+@pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-17, 1e-3])
+def test_the_smallest_parts_leave_as_much_as_in_transformers(name: str, value: float) -> None:
+    """Of equal tokens transformers leaves any, we the lowest ids: the scores are compared."""
+    for scores in (scores_of(3), np.round(scores_of(4)), np.full(7, 2.5, np.float32), np.zeros(1, np.float32)):
+        for top_k in (0, 1):
+            want = torch.tensor(scores)[None]
+            want = TRUNCATIONS["top_k"](1)(None, want) if top_k else want
+            want = TRUNCATIONS[name](value)(None, want)[0]
+            found, _ = truncated(scores, Sampling(temperature=1.0, top_k=top_k, **{name: value}))  # type: ignore[arg-type]
+            assert sorted(found) == sorted(want[torch.isfinite(want)].tolist())
+
+
 @given(st.integers(0, 10_000), st.sampled_from((7, 256, 300, 5000, 20_000)), st.floats(0.2, 6))
 def test_short_cuts_lead_to_the_best_of_what_truncation_leaves(seed: int, size: int, spread: float) -> None:
     rng = np.random.default_rng(seed)
