@@ -1,6 +1,5 @@
 """OpenAI's endpoints over one session."""
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import asdict
@@ -20,13 +19,10 @@ from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import BINARY, HEALTH, VERIFIES
 from ssdevice.serve import metrics
 from ssdevice.serve.decoder import Decoder
-from ssdevice.serve.guard import VERIFY, Guard, Refusal, content_of
+from ssdevice.serve.guard import DONE, VERIFY, Guard, Refusal, content_of, event, json_response
 from ssdevice.serve.reply import Reply
 from ssdevice.serve.request import Request, chat_request, text_request
 from ssdevice.serve.verifying import Verifying
-
-DONE = "data: [DONE]\n\n"
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def application(
@@ -103,26 +99,20 @@ class _Answer(StreamingResponse):
                     return await super().stream_response(send)
                 async for each in self.answers:
                     answer = each
-                response: Response = JSONResponse(self.reply.whole(answer))
+                response = json_response(self.reply.whole(answer))
             except SSDeviceError as error:
                 response = Refusal.of(error).response
             await response(self.http.scope, self.http.receive, send)
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[bytes]:
         """An error is one of the events."""
         try:
-            for each in self.reply.pieces(self.first):
-                yield _event(each)
+            yield b"".join(map(event, self.reply.pieces(self.first)))
             async for answer in self.answers:
-                for each in self.reply.pieces(answer):
-                    yield _event(each)
+                yield b"".join(map(event, self.reply.pieces(answer)))
         except Exception as error:
-            yield _event(Refusal.of(error).body)
+            yield event(Refusal.of(error).body)
         yield DONE
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {_JSON.encode(value)}\n\n"
 
 
 async def _error(_: HttpRequest, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import json
 import logging
 import socket
 from collections.abc import Collection, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -30,7 +31,23 @@ LAST_WORDS_S = 5
 """How long answers may go on after Ctrl-C."""
 VERIFY = "/v1/verify/"
 INVALID, SERVER = "invalid_request_error", "server_error"
+DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 log = logging.getLogger(__name__)
+
+
+def json_of(value: Any) -> bytes:
+    """A value as JSON. Half a character, which JSON can name and UTF-8 cannot hold, is written as its escape."""
+    return _JSON.encode(value).encode("utf-8", "backslashreplace")
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json_of(value), status, headers, "application/json")
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: %b\n\n" % json_of(value)
 
 
 @dataclass(eq=False)
@@ -68,7 +85,7 @@ class Refusal(SSDeviceError):
 
     @property
     def response(self) -> Response:
-        return JSONResponse(self.body, self.status, self.headers)
+        return json_response(self.body, self.status, self.headers)
 
 
 class Guard:
@@ -80,20 +97,25 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request (ASGI)."""
-        if scope["type"] != "http":
-            return
+        last: dict[str, Any] = {}
 
         async def counted(message: Message) -> None:
+            last.update(message)
             if message["type"] == "http.response.start":
                 self.metrics.statuses[message["status"]] += 1
             await send(message)
 
         try:
             self._check(scope["method"], scope["path"], Headers(scope=scope))
+            await self.app(scope, receive, counted)
         except Refusal as refusal:
             await refusal.response(scope, receive, counted)
-        else:
-            await self.app(scope, receive, counted)
+        except asyncio.CancelledError:  # LAST_WORDS_S after Ctrl-C
+            ending = Refusal("the server ends", 503, kind=SERVER)
+            if not last:
+                await ending.response(scope, receive, counted)
+            elif last.get("more_body", last["type"] == "http.response.start"):  # a stream
+                await send({"type": "http.response.body", "body": event(ending.body) + DONE})
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         hosts = [host_name(host) for host in headers.getlist("host")]
@@ -133,7 +155,6 @@ class Protocol(H11Protocol):
         # asyncio does so only where the listening socket names its protocol: an answer's content would wait up to
         # 40 ms for the acknowledgement of its headers.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._stalled: asyncio.TimerHandle | None = None
         if len(self.connections) > CONNECTIONS:
             transport.abort()
         self._expect_request()
@@ -158,13 +179,11 @@ class Protocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
+        self._stalled.cancel()
 
 
 def server(app: ASGIApp) -> Server:
-    config = Config(
+    return Server(Config(
         app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,
-    )  # fmt: skip
-    return Server(config)
+    ))  # fmt: skip

@@ -28,8 +28,7 @@ class Metrics:
         self.statuses: Counter[int] = Counter()
 
     def count(self, answer: Generation) -> None:
-        for name, (_, value) in COUNTERS.items():
-            self.sums[name] += value(answer)
+        self.sums = {name: self.sums[name] + value(answer) for name, (_, value) in COUNTERS.items()}
 
     @property
     def mean_seconds(self) -> float:

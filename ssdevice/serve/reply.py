@@ -1,6 +1,5 @@
 """Answers as OpenAI's objects, whole and in pieces."""
 
-import json
 from collections.abc import Iterator
 from itertools import accumulate
 from time import time
@@ -8,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from ssdevice.runtime.generation import Generation, Reason
+from ssdevice.serve.guard import json_of
 from ssdevice.serve.request import Request
 from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.text.tools import answer_text, parse_calls
@@ -33,7 +33,6 @@ class Reply:
         self._style = request.style(tokenizer.chat.template)
         # Special tokens are no text, but a call may begin with one: tokens are searched, not the text.
         self._search = tokenizer.output(self._style.openings) if self._style is not None else None
-        self._begun = False
         self._tokens = self._before = self._sent = self._offset = 0
 
     def whole(self, answer: Generation) -> dict[str, Any]:
@@ -47,8 +46,7 @@ class Reply:
 
     def pieces(self, answer: Generation) -> Iterator[dict[str, Any]]:
         """The objects of what an answer has more than at the last call."""
-        if self.chat and not self._begun:
-            self._begun = True
+        if self.chat and not self._tokens:
             yield self._chunk({"role": "assistant", "content": ""})
         text, logprobs = self._new(answer)
         if text or logprobs:
@@ -89,7 +87,7 @@ class Reply:
         _, calls = parse_calls(answer_text(self.tokenizer, answer.tokens), self._style)
         if {call.name for call in calls} - {tool["function"]["name"] for tool in self.request.tools}:
             return []
-        functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
+        functions = [{"name": call.name, "arguments": json_of(call.arguments).decode()} for call in calls]
         return [{"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": each} for each in functions]
 
     def _logprobs(self, answer: Generation, start: int) -> dict[str, Any]:
@@ -118,8 +116,8 @@ class Reply:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        content = None if "\ufffd" in text else list(text.encode())  # a part of a character
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": content}
+        # A part of a character is no text that has bytes.
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": None if "\ufffd" in text else [*text.encode()]}
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.tokenizer.decode([token], skip_special_tokens=False))

@@ -26,7 +26,9 @@ PROBE = "probe"
 OWN_NAMES = ("messages", "add_generation_prompt")
 """What every template is given."""
 OF_TOOLS = {"tool_calls", "reasoning_content"}
-"""Keys of messages that a template leaves out unless it reads them."""
+"""Keys of messages that are refused unless the template reads them."""
+NAME = "name"
+"""A key of messages that is left out unless the template reads it, as transformers does."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ class ChatTemplate:
         self.constants: list[str] = read["constants"]
         self.names = {name for name in read["names"] if name not in OWN_NAMES and not name.endswith("_token")}
         """What it may be given besides messages and special tokens."""
-        self.keys = OF_TOOLS & {*self.constants, *read["members"]}
-        """What it reads of messages that have to do with tools."""
+        self.keys = (OF_TOOLS | {NAME}) & {*self.constants, *read["members"]}
+        """What it reads of messages beyond roles and contents."""
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, values: Mapping[str, Any] | None = None

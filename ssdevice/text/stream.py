@@ -144,13 +144,10 @@ class StopStrings:
         if not all(stops):
             raise ConfigError("a stop string is empty")
         self._stops = tuple(dict.fromkeys(stops))
+        self.any = bool(stops)
         self._held = ""
         self._shown: list[bool] = []  # for each character that is held
         self.stop: str | None = None
-
-    @property
-    def any(self) -> bool:
-        return bool(self._stops)
 
     def push(self, piece: str, shown: bool = True) -> str:
         """The text that certainly precedes any stop string; empty once one was found. ``shown``: False for what a

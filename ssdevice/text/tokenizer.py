@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
-from ssdevice.text.chat_template import PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
+from ssdevice.text.chat_template import NAME, PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
 from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, Chat
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
@@ -119,7 +119,8 @@ class ChatTokenizer:
         for at in chat.turns:
             messages[at] = {**messages[at], "content": user_content(instruction, messages[at]["content"])}
         values = {**chat.template, "tools": chat.tools} if chat.tools else chat.template
-        if values or any(message["role"] == TOOL or message.keys() > WRITTEN for message in messages):
+        written = WRITTEN if self.chat.template else WRITTEN | {NAME}  # a template that reads it was kept
+        if values or any(message["role"] == TOOL or message.keys() - written for message in messages):
             return self._full.render(messages, add_generation_prompt=True, values=values)
         return self._template.render(messages, add_generation_prompt=True)
 

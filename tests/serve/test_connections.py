@@ -115,6 +115,31 @@ def test_a_client_that_closes_its_half_has_left(gate: Semaphore, server: tuple[i
     until(lambda: metric(port, "pending_requests") == 0)
 
 
+def test_clients_are_told_that_the_server_ends(
+    gate: Semaphore, opened: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guard, "LAST_WORDS_S", 1)
+    with served(opened) as (port, _):
+        first = post(port, stream=True, max_tokens=50)
+        until(lambda: metric(port, "pending_requests") == 1)
+        gate.release()
+        assert first.recv(15) == b"HTTP/1.1 200 OK"
+        second = post(port)
+        until(lambda: metric(port, "pending_requests") == 2)
+    gate.release(100)
+    with first, closing(HTTPResponse(second)) as answer:
+        *_, last, done = whole(first).split(b"data: ")
+        assert b'"message":"the server ends"' in last and done.startswith(b"[DONE]") and done.endswith(b"0\r\n\r\n")
+        answer.begin()
+        assert (answer.status, json.load(answer)["error"]["message"]) == (503, "the server ends")
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def whole(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes the connection."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
 def test_more_than_may_wait_are_told_to_come_back(gate: Semaphore, server: tuple[int, Guard]) -> None:
     port, _ = server
     with post(port) as first, post(port) as second:

@@ -202,6 +202,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
     [
         (f"Well {CALL}", "Well", ["look"]),
         (CALL, None, ["look"]),
+        (CALL.replace("Rome", "\\ud83d"), None, ["look"]),  # half a character
         (CALL.replace("look", "cook"), CALL.replace("look", "cook"), []),
         ("<tool_call>{not one", "<tool_call>{not one", []),
         ("a < b, <tool", "a < b, <tool", []),

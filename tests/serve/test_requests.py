@@ -67,6 +67,12 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
         {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "hide"}}},
         "tool_choice", "names none of the functions look",
     ),
+    ("half a character for a key", {"\ud83d": 1}, "\ud83d", "unknown key"),
+    (
+        "half a character for a function",
+        {"tools": [tool("\ud83d")], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+        "tool_choice", "names none of the functions \ud83d",
+    ),
 ]  # fmt: skip
 
 

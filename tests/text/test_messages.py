@@ -107,6 +107,19 @@ def test_calls_are_taken_as_openai_sends_them_and_written_as_templates_expect_th
     assert called["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
+NAMED = """{% for m in messages %}{{ '<|im_start|>' + m.role + (m.name or '') + m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+
+
+@pytest.mark.parametrize("template", [*WHOLE.values(), WITH_TOOLS["hermes"], QWEN3, NAMED])
+def test_a_name_is_written_where_the_template_reads_it_and_nowhere_else(tmp_path: Path, template: str) -> None:
+    chat, reference = opened(tmp_path, template)
+    named = [{**USER, "name": "ann"}, {**ANSWER, "name": "bob"}, {**USER, "name": "ann"}]
+    ids = chat.chat_ids(Chat(checked(named)))
+    assert ids == theirs(reference, named)
+    assert (ids != chat.chat_ids(Chat(checked(TALKS["three"])))) == (template is NAMED)
+
+
 def test_a_template_that_reads_more_is_kept_and_frames_write_what_they_can(tmp_path: Path) -> None:
     chat, _ = opened(tmp_path / "hermes", WITH_TOOLS["hermes"])
     assert chat.chat.template is not None and isinstance(chat.chat.writer, Frames) and chat.chat.note is None
