@@ -131,8 +131,8 @@ class Processors:
         self._followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for end in range(1, len(self.ids) + 1):
             self._index(end)
-        bias = sampling.logit_bias
-        self._bias = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+        self._biased = np.array(list(sampling.logit_bias), np.int64)
+        self._bias = np.array(list(sampling.logit_bias.values()), np.float32)
 
     def accept(self, token: int) -> None:
         """Take in the next token of the answer."""
@@ -144,8 +144,7 @@ class Processors:
     def __call__(self, logits: Scores) -> Scores:
         """The processed logits of the token after ``ids``; ``logits [V]`` stay as they are."""
         s, scores = self.sampling, logits.copy()
-        if s.logit_bias:
-            scores[self._bias[0]] += self._bias[1]
+        scores[self._biased] += self._bias
         if s.repetition_penalty != 1.0:
             penalty, at = np.float32(s.repetition_penalty), np.flatnonzero(self._seen)
             seen = scores[at]
@@ -154,8 +153,7 @@ class Processors:
             at = np.flatnonzero(self._counts != 0)  # sooner than of numbers
             presence, frequency = np.float32(s.presence_penalty), np.float32(s.frequency_penalty)
             scores[at] -= presence + frequency * self._counts[at]
-        if banned := self._banned():
-            scores[banned] = NEVER
+        scores[self._banned()] = NEVER
         for processor in s.processors:
             scores = np.ascontiguousarray(processor(self.ids, scores), np.float32)
             if scores.shape != logits.shape:
@@ -163,19 +161,14 @@ class Processors:
         return scores
 
     def _banned(self) -> list[int]:
-        s, ids = self.sampling, self.ids
-        new = len(ids) - self._prompt
-        banned = list(s.suppress)
-        if new == 0:
-            banned += s.begin_suppress
+        s, ids, new = self.sampling, self.ids, len(self.ids) - self._prompt
+        banned = [*s.suppress, *(() if new else s.begin_suppress)]
         if new < s.min_new_tokens or len(ids) < s.min_length:
             banned += self._stops
         if s.no_repeat_ngram_size and len(ids) >= s.no_repeat_ngram_size - 1:
             banned += self._followers.get(tuple(ids[len(ids) - s.no_repeat_ngram_size + 1 :]), ())
-        for *before, last in self._bad:
-            if len(before) <= len(ids) and ids[len(ids) - len(before) :] == before:
-                banned.append(last)
-        return banned
+        ends = ((len(ids) - len(before), before, last) for *before, last in self._bad)
+        return banned + [last for at, before, last in ends if at >= 0 and ids[at:] == before]
 
     def _index(self, end: int) -> None:
         """Remember the n-gram that ends with the token before ``end``."""

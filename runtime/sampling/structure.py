@@ -28,7 +28,9 @@ MAX_DEPTH = 100
 """Levels of a JSON schema; llguidance's own limit is a little higher."""
 MAX_MULTIPLE = 100_000
 """Of the least common multiple of all ``multipleOf``: an automaton has that many states, and takes 0.5 s."""
-_MULTIPLES = re.compile(r'"multipleOf": (-?[0-9][0-9.eE+-]*)')
+EXACT = 1 << 53
+"""llguidance reads numbers in float64 and makes 64-bit integers of whole ones. Beyond this it would write others, and
+where only -2^63 is left, it recurses until the process dies."""
 EXTRA = "structure"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python writes JSON. A model that may write any white space can write nothing else for ever, and no text between
@@ -55,10 +57,8 @@ class Structure:
             raise InputError(f"the {self.name} is empty")
         if len(self.source) > MAX_CHARACTERS:
             raise InputError(f"the {self.name} has {len(self.source)} characters, at most {MAX_CHARACTERS}")
-        try:
-            self.source.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InputError(f"the {self.name} is not valid Unicode: {error}") from error
+        if re.search("[\ud800-\udfff]", self.source):
+            raise InputError(f"the {self.name} is not valid Unicode: it has half a character")
 
     @property
     def name(self) -> str:
@@ -96,11 +96,21 @@ class Structure:
         return cls(LARK, grammar)
 
 
-def check_multiples(schema: str) -> None:
-    """Raise InputError for a JSON schema whose ``multipleOf`` would take minutes to compile."""
-    digits = [Decimal(number).normalize().as_tuple().digits for number in _MULTIPLES.findall(schema)]
-    if math.lcm(*(int("".join(map(str, each))) for each in digits)) > MAX_MULTIPLE:
+def check_numbers(source: str) -> None:
+    """Raise InputError for a JSON schema, with which ``source`` begins, if its ``multipleOf`` would take minutes to
+    compile, or for values and bounds beyond EXACT. A positive ``maximum`` may be larger."""
+    schema = json.dumps(json.JSONDecoder(object_hook=_check_bounds).raw_decode(source)[0])
+    multiples = map(Decimal, re.findall(r'"multipleOf": (-?[0-9][0-9.eE+-]*)', schema))
+    if math.lcm(*(int("".join(map(str, each.normalize().as_tuple().digits))) for each in multiples)) > MAX_MULTIPLE:
         raise InputError(f"the JSON schema's multipleOf together allow multiples of more than {MAX_MULTIPLE} only")
+
+
+def _check_bounds(part: dict[str, Any]) -> dict[str, Any]:
+    for key, most in (("const", EXACT), ("enum", EXACT), ("maximum", math.inf), ("exclusiveMaximum", math.inf)):
+        numbers = re.findall(r'"(?:[^"\\]|\\.)*"|(-?[0-9][0-9.eE+-]*)', json.dumps(part.get(key)))
+        if not all(-EXACT <= Decimal(number) <= most for number in numbers if number):
+            raise InputError(f"the JSON schema's {key} has a number beyond 2^53, which would not be kept")
+    return part
 
 
 class Grammar:
@@ -184,11 +194,13 @@ def _compiled(structure: Structure, tokens: Any) -> Any:
     matchers, limits = library.LLMatcher, library.LLParserLimits(**LIMITS)
     try:
         if structure.kind == JSON_SCHEMA:
-            check_multiples(structure.source)
+            check_numbers(structure.source)
             grammar = matchers.grammar_from_json_schema(structure.source, defaults=SPACING)
         else:
+            for schema in re.split(r"%json\s*(?=\{)", structure.source)[1:]:
+                check_numbers(schema)
             grammar = getattr(matchers, f"grammar_from_{structure.kind}")(structure.source)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the {structure.name} cannot be used: {first_line(error)}") from error
     matcher = matchers(tokens, grammar, log_level=0, limits=limits)
     if not matcher.is_error():

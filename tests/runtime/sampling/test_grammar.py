@@ -146,6 +146,14 @@ WRONG: list[tuple[Any, str]] = [
     (Structure.json_schema({"type": "integer", "multipleOf": 12345678}), "multipleOf"),
     (Structure.json_schema({"allOf": [{"multipleOf": 9973}, {"items": {"multipleOf": 9967}}]}), "multipleOf"),
     (Structure.json_schema({"enum": [f"v{i * 7919}" for i in range(60_000)]}), "too big"),
+    # These three ended the process.
+    (Structure.json_schema({"const": -(2**63)}), "const has a number beyond 2"),
+    (Structure.json_schema({"items": {"enum": [[{"a": -1e300}]]}}), "enum has a number beyond 2"),
+    (Structure.json_schema({"type": "integer", "minimum": -(2**63), "maximum": 1 - 2**63}), "maximum has a number"),
+    (Structure.lark('start: "a" %json{"const":[-9223372036854775807]}'), "const has a number beyond 2"),
+    (Structure.lark('start: %json {"type":"integer","multipleOf":12345678}'), "multipleOf"),
+    (Structure.json_schema({"const": {"id": 2**53 + 1}}), "const has a number beyond 2"),  # 2^53 was written
+    (Structure.json_schema({"enum": ["a", 1e20]}), "enum has a number beyond 2"),  # 2^63 - 1 was written
 ]
 
 
@@ -163,11 +171,13 @@ def test_what_cannot_be_used_is_refused_in_one_line(made: Any, reason: str) -> N
         Structure.json_schema({}),
         Structure.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}),
         Structure.json_schema({"items": {"multipleOf": 0.01}, "type": "array"}),
+        Structure.json_schema({"anyOf": [{"type": "integer", "maximum": 2**64 - 1}, {"const": "9" * 99}]}),
+        Structure.lark('start: "%json" | %json {"enum": [9007199254740992, "-9223372036854775808"]}'),
         Structure.regex("(a{1000}){1000}"),
         Structure.regex("(x+x+)+y"),
         Structure.regex(".*n.{300}n"),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_recursion_and_bombs_can_be_used(structure: Structure) -> None:
     assert allowed(open_grammar(structure, letters(), VOCAB))
