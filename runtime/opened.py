@@ -173,8 +173,9 @@ def in_worker(call: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concat
             while (piece := await _done(session, partial(next, answer, None))) is not None:
                 yield piece
         finally:
-            with suppress(InputError):  # closed meanwhile
-                await asyncio.shield(_done(session, answer.close))
+            with suppress(RuntimeError):  # closed meanwhile
+                # No task: asyncio complains of one that is pending when its loop ends.
+                await asyncio.shield(asyncio.wrap_future(session.worker.submit(answer.close)))
 
     return pieces
 
