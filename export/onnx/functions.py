@@ -132,6 +132,25 @@ _INT8_LINEAR = f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
   y = Mul (product, scale)
 }}"""
 
+
+def _low_rank(linears: int) -> str:
+    """base [.., R, N], x [.., R, K], down [K, S] int8, its scales [S], zero, with several linears their ``ranks``,
+    and an up [rank, columns] for each -> [.., R, N]. Its attributes are those of ``Int8Linear``."""
+    each = [str(i) for i in range(linears)]
+    hs, ups, terms = ([f"{name}{i}" for i in each] for name in ("h", "up", "term"))
+    split = f"  {', '.join(hs)} = Split <axis = -1> (h, ranks)" if linears > 1 else "  h0 = Identity (h)"
+    products = "\n".join(f"  {term} = MatMul ({h}, {up})" for term, h, up in zip(terms, hs, ups, strict=True))
+    given = ["base", "x", "down", "scales", "zero", *(["ranks"] if linears > 1 else []), *ups]
+    return f"""<axes, keep, axis, block> ({", ".join(given)}) => (y) {{
+  h = {kernels.DOMAIN}.{kernels.INT8_FACTOR}
+    <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block> (x, down, scales, zero)
+{split}
+{products}
+  term = Concat <axis = -1> ({", ".join(terms)})
+  y = Add (base, term)
+}}"""
+
+
 FUNCTIONS = {
     # x [.., R, K], codes [N, K / 32, 16], scales [N, K / 32] -> [.., R, N]. A bias that follows stays behind the view:
     # ONNX Runtime would make it part of the product, with other bits than those of an addition
@@ -191,6 +210,7 @@ FUNCTIONS = {
     (q, {", ".join(f"{run}_wide" for run in RUNS)}, mask)
 }}""",
     **dict.fromkeys((kernels.INT8_LINEAR, kernels.INT8_FACTOR), _INT8_LINEAR),
+    **{name: _low_rank(linears) for linears, name in enumerate(kernels.LOW_RANK, 1)},
     **dict.fromkeys((kernels.INT8_EMBEDDING, kernels.TIED_EMBEDDING), _INT8_EMBEDDING),
 }
 """Operator -> its function, in ONNX's text format."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ssdevice.adapters.storage import LEVELS, int8_factors
 from ssdevice.export.calibration.grid import Grid, lowest
-from ssdevice.export.onnx.editor import Editor, constant_of, role_of, shape_of, sizes_of, source_of
+from ssdevice.export.onnx.editor import Editor, constant_of, role_of, sizes_of, source_of
 from ssdevice.export.onnx.functions import BLOCK, row_form
 from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower
-from ssdevice.export.onnx.slots import SlotBook, down, lower_alone, up
+from ssdevice.export.onnx.slots import SlotBook, beside, lower_alone
 from ssdevice.export.plan import Quant
 from ssdevice.model.attention import Attending, Attention
 from ssdevice.model.lora import LoraLinear
@@ -126,9 +126,7 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
         slot = book.slot(linear, exact and not linear.first.stays_float) if book is not None else None
         whole = _product(edit, linear, quant, store, slot is not None)
         if slot is not None:
-            before = linear.first.node
-            term = up(edit, slot, down(edit, slot, linear.source, before, exact), before, exact)
-            whole = edit.insert(before, "Add", [whole, term], shape_of(whole), ir.DataType.FLOAT)
+            whole = beside(edit, slot, whole, linear.source, linear.first.node, exact)
         lower(edit, linear, whole)
     edit.clean()  # the terms that slots stand for
     if book is not None:

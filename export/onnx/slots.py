@@ -6,9 +6,10 @@ q/k/v or gate/up together, then an ``up`` for each. A pair without a linear besi
 **Equal bits for one row and for several.** Plain decoding runs one row, a step runs T, and both must give the same
 numbers, because an ulp before the next quantization is a whole level after it. ONNX Runtime's float MatMul does not
 promise that: for one row it takes another kernel, which sums in another order, and for several rows and threads it cuts
-the inputs into blocks by how many columns a thread got. So in quantized graphs ``down`` is a product of integers, which
-is exact in any order, and ``up`` takes its one row transposed, as a column: FusedMatMul with ``transA`` has no kernel
-for one row and uses the one for several. Its inner size is the rank, which fits one block up to 128.
+the inputs into blocks by how many columns a thread got. So in quantized graphs a pair beside a linear is one operator
+of ours, ``LowRank1`` to ``LowRank3``, whose ``down`` is a product of integers, exact in any order. An ``up`` apart
+takes its one row transposed, as a column: FusedMatMul with ``transA`` has no kernel for one row and uses the one for
+several. Its inner size is the rank, which fits one block up to 128.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ssdevice.export.onnx.editor import CONTRIB, Editor, constant_of, only_user,
 from ssdevice.export.onnx.functions import row_form
 from ssdevice.export.onnx.linears import LINEAR, Linear, Term
 from ssdevice.model import roles
-from ssdevice.runtime.onnx.kernels import DOMAIN, INT8_FACTOR
+from ssdevice.runtime.onnx.kernels import DOMAIN, LOW_RANK
 
 
 @dataclass
@@ -77,15 +78,23 @@ def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     return value
 
 
-def down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
-    """``x @ down``, by integers if the slot has eight bits."""
-    weight = graph_input(edit, slot.down)
+def beside(edit: Editor, slot: Slot, base: ir.Value, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
+    """``base + up(down(x))`` of every part, side by side: one operator if the slot has eight bits."""
     if slot.int8:
         zero, form = row_form(edit, x)
-        inputs = [x, weight, graph_input(edit, slot.down_scale), zero]
-        return edit.insert(before, INT8_FACTOR, inputs, (*_lead(x), None), ir.DataType.FLOAT, form, DOMAIN)
+        inputs = [base, x, *(graph_input(edit, spec) for spec in (slot.down, slot.down_scale)), zero]
+        inputs += [graph_input(edit, spec) for spec in slot.tensors[2:]]  # ranks, if there are several parts, and ups
+        kind = LOW_RANK[len(slot.outputs) - 1]
+        return edit.insert(before, kind, inputs, shape_of(base), ir.DataType.FLOAT, form, DOMAIN)
+    term = up(edit, slot, down(edit, slot, x, before, exact), before, exact)
+    return edit.insert(before, "Add", [base, term], shape_of(base), ir.DataType.FLOAT)
+
+
+def down(edit: Editor, slot: Slot, x: ir.Value, before: ir.Node, exact: bool) -> ir.Value:
+    """``x @ down``."""
     single = _single(x, exact)
-    return _product(edit, _column(edit, x, before) if single else x, weight, None, before, single)
+    column = _column(edit, x, before) if single else x
+    return _product(edit, column, graph_input(edit, slot.down), None, before, single)
 
 
 def up(edit: Editor, slot: Slot, h: ir.Value, before: ir.Node, exact: bool) -> ir.Value:

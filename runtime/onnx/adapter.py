@@ -46,7 +46,7 @@ class AdapterTensors:
             raise BundleError(f"{file}: made for another base than the bundle's")
         try:
             # Tensors that graphs can take as they are stay where they are.
-            kept = {name: value for name, value in values.items() if not _is_packed(name, value, values)}
+            kept = {name: _aligned(value) for name, value in values.items() if not _is_packed(name, value, values)}
             packed = restored({name: value.numpy() for name, value in values.items() if name not in kept})
         except ValueError as error:
             raise BundleError(f"{file}: {error}") from error
@@ -73,6 +73,11 @@ def fits(shape: Sequence[int | str], declared: Sequence[int | str | None]) -> bo
 
 def _is_packed(name: str, value: ort.OrtValue, values: Mapping[str, ort.OrtValue]) -> bool:
     return value.data_type() == "tensor(float16)" or name + SCALE in values or name.endswith(SCALE)
+
+
+def _aligned(value: ort.OrtValue) -> ort.OrtValue:
+    """A tensor where its numbers may be: ONNX Runtime's file has them at multiples of four bytes."""
+    return _value(np.array(value.numpy())) if value.data_type() == "tensor(int64)" else value
 
 
 def _value(array: NDArray[Any]) -> ort.OrtValue:

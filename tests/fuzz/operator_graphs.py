@@ -74,6 +74,19 @@ def region(text: str, *inputs: Array, types: tuple[int, ...] = (onnx.TensorProto
     return Node(kernels.REGION, inputs, types, {"text": text})
 
 
+def low_rank(rng: Random, x: Array, zero: Array) -> Node:
+    """A right call of what an app adds to one to three linears."""
+    ranks, outputs = [rng.choice([0, 3, 8, 17])], [rng.choice([1, 16, 21])]
+    for _ in range(rng.choice([0, 1, 2])):
+        ranks.append(rng.choice([0, 3, 8]))
+        outputs.append(rng.choice([1, 16, 300]))
+    base, down = drawn(rng, F, *x.shape[:-1], sum(outputs)), drawn(rng, I8, x.shape[-1], sum(ranks))
+    ups = [drawn(rng, F, rank, size) for rank, size in zip(ranks, outputs, strict=True)]
+    several = [np.array(ranks, J)] if len(ranks) > 1 else []
+    given = (base, x, down, np.full(sum(ranks), 0.5, F), zero, *several, *ups)
+    return Node(kernels.LOW_RANK[len(ranks) - 1], given, constants=frozenset({4}))
+
+
 def operator(rng: Random) -> Node:
     """A right call of an operator of ours."""
     rows, inputs, outputs = rng.choice([1, 2, 6, 11]), rng.choice([5, 32, 64, 100]), rng.choice([1, 16, 21, 40])
@@ -95,6 +108,7 @@ def operator(rng: Random) -> Node:
             Node(kernels.INT4_LINEAR, (x, blocks, np.ones(blocks.shape[:2], F)), constants=frozenset({1, 2})),
             Node(kernels.INT8_LINEAR, (x, codes, scales, zero), constants=frozenset({1, 2, 3})),
             Node(kernels.INT8_ARGMAX, (x, codes, scales, zero), (7,), constants=frozenset({1, 2, 3})),
+            low_rank(rng, x, zero),
             Node(kernels.INT8_EMBEDDING, (ids, codes, scales), constants=frozenset({1, 2})),
             Node(kernels.TIED_EMBEDDING, (ids, codes, scales), constants=frozenset({1, 2})),
             Node(

@@ -27,7 +27,9 @@ INT4_LINEAR = "Int4Linear"
 INT8_LINEAR = "Int8Linear"
 """``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it computes."""
 INT8_FACTOR = "Int8Factor"
-"""``Int8Linear`` of weights that are inputs of the graph, for which there is no kernel."""
+"""``Int8Linear`` of weights that are inputs of the graph: a part of LOW_RANK, for which alone there is no kernel."""
+LOW_RANK = ("LowRank1", "LowRank2", "LowRank3")
+"""A product of the base and what an app's LoRA adds to it, by the number of linears side by side (low_rank.cpp)."""
 HALF_LINEAR = "HalfLinear"
 """``(x [.., R, K], weight [K, N] float16) -> [.., R, N]`` (half_linear.cpp)."""
 INT8_ARGMAX = "Int8Argmax"
@@ -52,8 +54,8 @@ CAPPED_ATTENTION = "CappedAttention"
 REGION = "Region"
 """Several operators in one node; region.cpp says how its attribute ``text`` lists them."""
 IN_REGIONS = (
-    ADD_NORM, GATED_SILU, HALF_LINEAR, HALF_TREE_ATTENTION, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR, ROTARY_SPLIT,
-    TIED_EMBEDDING, TREE_ATTENTION,
+    ADD_NORM, GATED_SILU, HALF_LINEAR, HALF_TREE_ATTENTION, INT4_LINEAR, INT8_EMBEDDING, INT8_LINEAR, *LOW_RANK,
+    ROTARY_SPLIT, TIED_EMBEDDING, TREE_ATTENTION,
 )  # fmt: skip
 """Operators that a region takes."""
 ATTENTION = "ssdevice.attention"

@@ -15,14 +15,18 @@ Operator Int4Linear();
 Operator Int8Argmax();
 Operator Int8Embedding();
 Operator Int8Linear();
+Operator LowRank1();
+Operator LowRank2();
+Operator LowRank3();
 Operator Region();
 Operator RotarySplit();
 Operator TiedEmbedding();
 Operator TreeAttention();
 
 const std::vector<Operator>& Operators() {
-  static const std::vector<Operator> all{AddNorm(),       GatedSilu(),  HalfLinear(), HalfTreeAttention(), Int4Linear(),    Int8Argmax(),
-                                         Int8Embedding(), Int8Linear(), Region(),     RotarySplit(),       TiedEmbedding(), TreeAttention()};
+  static const std::vector<Operator> all{AddNorm(),    GatedSilu(),     HalfLinear(), HalfTreeAttention(), Int4Linear(),
+                                         Int8Argmax(), Int8Embedding(), Int8Linear(), LowRank1(),          LowRank2(),
+                                         LowRank3(),   Region(),        RotarySplit(), TiedEmbedding(),    TreeAttention()};
   return all;
 }
 

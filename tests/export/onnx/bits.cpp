@@ -13,6 +13,7 @@ Operator HalfLinear();
 Operator HalfTreeAttention();
 Operator Int4Linear();
 Operator Int8Linear();
+Operator LowRank1();
 Operator TreeAttention();
 
 namespace {
@@ -92,6 +93,7 @@ int main() {
     Say(HalfLinear(), {x, Halves({inputs, outputs})});
     const Array<int8_t> codes({inputs, outputs}, [] { return static_cast<int8_t>(Next() * 31); });
     Say(Int8Linear(), {x, codes, Floats({outputs}), Tensor{}});
+    Say(LowRank1(), {Floats({1, 5, 96}), x, codes, Floats({outputs}), Tensor{}, Floats({outputs, 96})});
     const int64_t blocks = (inputs + 31) / 32;
     const Array<uint8_t> nibbles({outputs, blocks, 16}, [] { return static_cast<uint8_t>(static_cast<int>(Next() * 1000)); });
     Say(Int4Linear(), {Floats({1, 5, 32 * blocks}), nibbles, Floats({outputs, blocks})});

@@ -25,12 +25,13 @@ from ssdevice.errors import InputError
 from ssdevice.export.onnx.editor import CONTRIB, Editor
 from ssdevice.export.onnx.exporter import WEIGHTS_FILE
 from ssdevice.export.onnx.functions import add_functions
-from ssdevice.export.onnx.slots import down, up
+from ssdevice.export.onnx.slots import beside
 from ssdevice.export.parity.products import QUANTIZED
 from ssdevice.model.loading import load_hf
 from ssdevice.runtime.loop import MODES
 from ssdevice.runtime.onnx.engine import OnnxEngine
 from ssdevice.runtime.session import Session
+from tests.compiled_kernels import built
 from tests.export.models import TEMPLATE, write_adapter, write_base, write_lora, write_own_tokenizer
 
 PROMPTS = ("a b c", "d e f g h i j k l m n o p q r s t u v w")
@@ -288,39 +289,70 @@ def test_one_adapter_stands_apart_if_asked(base: Path, plain_lora: Path, tmp_pat
     assert made.geometry.gamma == 0 and made.app("a").kind is AdapterKind.SLOT and made.file(LAYOUT_FILE).is_file()
 
 
-@pytest.mark.parametrize("ranks", [(4,), (32, 0, 7), (128, 64)])
+ENGINES = ["functions", "native", pytest.param("portable", marks=pytest.mark.wide)]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("ranks", [(4,), (32, 0, 7), (128, 64), (0,)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_has_the_same_bits_alone_and_among_others(ranks: tuple[int, ...], threads: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others_and_is_what_its_factors_say(
+    ranks: tuple[int, ...], threads: int, kind: str
+) -> None:
     inputs, rows = 300, 5
-    outputs = tuple(40 + 100 * i for i in range(len(ranks)))
+    outputs = tuple(40 + 300 * i for i in range(len(ranks)))
     slot = Slot(SlotKind.LORA, tuple(f"l.{i}" for i in range(len(ranks))), inputs, outputs, int8=True)
     draw = np.random.default_rng(0)
     feeds = {
-        slot.down.name: draw.integers(-127, 128, (inputs, sum(ranks))).astype(np.int8),
+        slot.down.name: draw.integers(-63, 64, (inputs, sum(ranks))).astype(np.int8),
         slot.down_scale.name: draw.random(sum(ranks)).astype(np.float32),
         slot.ranks.name: np.array(ranks, np.int64),
     }
     for spec, rank, size in zip(slot.ups, ranks, outputs, strict=True):
         feeds[spec.name] = draw.standard_normal((rank, size)).astype(np.float32)
     x = draw.standard_normal((1, rows, inputs)).astype(np.float32)
-    whole = product(slot, rows, threads, {**feeds, "x": x})
+    x[0, 1] = 0
+    base = draw.standard_normal((1, rows, sum(outputs))).astype(np.float32)
+    library = None if kind == "functions" else built(kind)
+    whole = product(slot, rows, threads, {**feeds, "x": x, "base": base}, library)
     for row in range(rows):
-        alone = product(slot, 1, threads, {**feeds, "x": x[:, row : row + 1]})
+        only = slice(row, row + 1)
+        alone = product(slot, 1, threads, {**feeds, "x": x[:, only], "base": base[:, only]}, library)
         np.testing.assert_array_equal(alone[0, 0], whole[0, row])
 
+    scale = np.abs(x).max(-1, keepdims=True) * np.float32(1 / 127)
+    codes = np.rint(np.divide(x, scale, out=np.zeros_like(x), where=scale > 0))
+    h = codes.astype(np.float64) @ feeds[slot.down.name] * feeds[slot.down_scale.name] * scale
+    ups = [feeds[spec.name].astype(np.float64) for spec in slot.ups]
+    pieces = zip(np.split(h, np.cumsum(ranks)[:-1], axis=-1), ups, strict=True)
+    expected = base + np.concatenate([piece @ up for piece, up in pieces], axis=-1)
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    if kind == "native":
+        np.testing.assert_array_equal(whole, product(slot, rows, 3 - threads, {**feeds, "x": x, "base": base}, library))
+    if kind == "portable":
+        native = product(slot, rows, threads, {**feeds, "x": x, "base": base}, built("native"))
+        np.testing.assert_array_equal(whole, native)
 
-def product(slot: Slot, rows: int, threads: int, feeds: dict[str, np.ndarray]) -> np.ndarray:  # type: ignore[type-arg]
-    x = ir.Value(name="x", shape=ir.Shape([1, rows, slot.inputs]), type=ir.TensorType(ir.DataType.FLOAT))
-    graph = ir.Graph([x], [], nodes=[ir.node("Identity", [x])], opset_imports={"": 23, CONTRIB: 1})
+
+def product(
+    slot: Slot, rows: int, threads: int, feeds: dict[str, np.ndarray], library: Path | None,  # type: ignore[type-arg]
+) -> np.ndarray:  # type: ignore[type-arg]  # fmt: skip
+    """What the slot beside a product ``base`` makes of it."""
+    x, base = (
+        ir.Value(name=name, shape=ir.Shape([1, rows, width]), type=ir.TensorType(ir.DataType.FLOAT))
+        for name, width in (("x", slot.inputs), ("base", sum(slot.outputs)))
+    )
+    graph = ir.Graph([x, base], [], nodes=[ir.node("Identity", [x])], opset_imports={"": 23, CONTRIB: 1})
     edit = Editor(ir.Model(graph, ir_version=11))
     last = graph[-1]
-    out = up(edit, slot, down(edit, slot, x, last, exact=True), last, exact=True)
+    out = beside(edit, slot, base, x, last, exact=True)
     graph.outputs.append(out)
     graph.remove(last)
-    add_functions(edit.model)
+    add_functions(edit.model, alone=rows == 1)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     session = ort.InferenceSession(ir.to_proto(edit.model).SerializeToString(), options)
     names = {value.name for value in session.get_inputs()}
     return np.asarray(session.run(None, {name: value for name, value in feeds.items() if name in names})[0])
