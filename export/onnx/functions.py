@@ -136,15 +136,13 @@ _INT8_LINEAR = f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
 def _low_rank(linears: int) -> str:
     """base [.., R, N], x [.., R, K], down [K, S] int8, its scales [S], zero, with several linears their ``ranks``,
     and an up [rank, columns] for each -> [.., R, N]. Its attributes are those of ``Int8Linear``."""
-    each = [str(i) for i in range(linears)]
-    hs, ups, terms = ([f"{name}{i}" for i in each] for name in ("h", "up", "term"))
-    split = f"  {', '.join(hs)} = Split <axis = -1> (h, ranks)" if linears > 1 else "  h0 = Identity (h)"
-    products = "\n".join(f"  {term} = MatMul ({h}, {up})" for term, h, up in zip(terms, hs, ups, strict=True))
-    given = ["base", "x", "down", "scales", "zero", *(["ranks"] if linears > 1 else []), *ups]
-    return f"""<axes, keep, axis, block> ({", ".join(given)}) => (y) {{
+    hs, ups, terms = ([f"{name}{i}" for i in range(linears)] for name in ("h", "up", "term"))
+    ranks, split = (["ranks"], [f"  {', '.join(hs)} = Split <axis = -1> (h, ranks)"]) if linears > 1 else ([], [])
+    each = zip(terms, hs if linears > 1 else ["h"], ups, strict=True)
+    products = "\n".join([*split, *(f"  {term} = MatMul ({h}, {up})" for term, h, up in each)])
+    return f"""<axes, keep, axis, block> ({", ".join(["base", "x", "down", "scales", "zero", *ranks, *ups])}) => (y) {{
   h = {kernels.DOMAIN}.{kernels.INT8_FACTOR}
     <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block> (x, down, scales, zero)
-{split}
 {products}
   term = Concat <axis = -1> ({", ".join(terms)})
   y = Add (base, term)

@@ -82,9 +82,8 @@ def beside(edit: Editor, slot: Slot, base: ir.Value, x: ir.Value, before: ir.Nod
     """``base + up(down(x))`` of every part, side by side: one operator if the slot has eight bits."""
     if slot.int8:
         zero, form = row_form(edit, x)
-        inputs = [base, x, *(graph_input(edit, spec) for spec in (slot.down, slot.down_scale)), zero]
-        inputs += [graph_input(edit, spec) for spec in slot.tensors[2:]]  # ranks, if there are several parts, and ups
-        kind = LOW_RANK[len(slot.outputs) - 1]
+        factor, scale, *rest = (graph_input(edit, tensor) for tensor in slot.tensors)
+        kind, inputs = LOW_RANK[len(slot.outputs) - 1], [base, x, factor, scale, zero, *rest]
         return edit.insert(before, kind, inputs, shape_of(base), ir.DataType.FLOAT, form, DOMAIN)
     term = up(edit, slot, down(edit, slot, x, before, exact), before, exact)
     return edit.insert(before, "Add", [base, term], shape_of(base), ir.DataType.FLOAT)

@@ -13,8 +13,7 @@ namespace {
 using Rows = RowsAs<int16_t>;
 
 constexpr size_t kMostParts = 3, kFirstUp = 5;
-constexpr int64_t kPiece = 256;     // columns that a thread takes at once: their products stay in its first cache
-constexpr int64_t kAlone = 1 << 12;  // products that one thread has done when a second has begun
+constexpr int64_t kPiece = 256;  // columns that a thread takes at once: their products stay in its first cache
 
 // Adds a row's codes times ``width`` columns of down, from input ``k`` on.
 void Sums(const Rows& rows, int64_t row, int64_t count, const int8_t* down, int64_t k, int64_t inputs, int64_t rank, int64_t width, int32_t* sums) {
@@ -109,7 +108,7 @@ class LowRank : public Kernel {
     context.Each(count, [&](int64_t row) {
       Down(rows, row, count, down.As<int8_t>(), scales.As<float>(), inputs, rank, h + row * rank);
     }, count < 2);
-    context.Each(pieces, [&](int64_t piece) {
+    context.EachRow(pieces, kPiece * (rank + 1), [&](int64_t piece) {
       const Up* up = ups + parts_ - 1;
       while (up->first_piece > piece) --up;
       const int64_t first = (piece - up->first_piece) * kPiece, columns = std::min(kPiece, up->columns - first);
@@ -123,7 +122,7 @@ class LowRank : public Kernel {
 #endif
         AddUp(its, up->rank, up->from + first + done, up->columns, columns - done, to + done);
       }
-    }, rank * outputs < kAlone);
+    });
   }
 
  private:

@@ -303,7 +303,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_is_what_its_factors_
     slot = Slot(SlotKind.LORA, tuple(f"l.{i}" for i in range(len(ranks))), inputs, outputs, int8=True)
     draw = np.random.default_rng(0)
     feeds = {
-        slot.down.name: draw.integers(-63, 64, (inputs, sum(ranks))).astype(np.int8),
+        slot.down.name: draw.integers(-127, 128, (inputs, sum(ranks))).astype(np.int8),
         slot.down_scale.name: draw.random(sum(ranks)).astype(np.float32),
         slot.ranks.name: np.array(ranks, np.int64),
     }
@@ -319,6 +319,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_is_what_its_factors_
         alone = product(slot, 1, threads, {**feeds, "x": x[:, only], "base": base[:, only]}, library)
         np.testing.assert_array_equal(alone[0, 0], whole[0, row])
 
+    if kind == "functions":  # whose sums of large codes saturate in ONNX Runtime where a CPU has no VNNI
+        feeds[slot.down.name] //= 2
+        whole = product(slot, rows, threads, {**feeds, "x": x, "base": base}, library)
     scale = np.abs(x).max(-1, keepdims=True) * np.float32(1 / 127)
     codes = np.rint(np.divide(x, scale, out=np.zeros_like(x), where=scale > 0))
     h = codes.astype(np.float64) @ feeds[slot.down.name] * feeds[slot.down_scale.name] * scale
