@@ -92,35 +92,29 @@ class Reply:
 
     def _logprobs(self, answer: Generation, start: int) -> dict[str, Any]:
         """The log-probabilities of the tokens from ``start`` on that are text; stop tokens are not."""
-        pairs = zip(answer.tokens[start:], answer.logprobs[start:], strict=True)
-        kept = [(token, each) for token, each in pairs if token not in self.tokenizer.stop_ids]
-        if self.chat:
-            return {
-                "content": [
-                    {**self._entry(token, each.chosen), "top_logprobs": list(map(self._entry, each.ids, each.values))}
-                    for token, each in kept
-                ],
-                "refusal": None,
+        pairs = enumerate(zip(answer.tokens[start:], answer.logprobs[start:], strict=True), start)
+        found = [
+            {
+                **self._entry(token, each.chosen, at == 0),
+                "top_logprobs": [self._entry(*other, at == 0) for other in zip(each.ids, each.values, strict=True)],
             }
-        texts = [self._text(token) for token, _ in kept]
+            for at, (token, each) in pairs
+            if token not in self.tokenizer.stop_ids
+        ]
+        if self.chat:
+            return {"content": found, "refusal": None}
+        texts = [each["token"] for each in found]
         *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
-            "token_logprobs": [max(each.chosen, LEAST) for _, each in kept],
-            "top_logprobs": [
-                {self._text(i): max(value, LEAST) for i, value in zip(each.ids, each.values, strict=True)}
-                for _, each in kept
-            ],
+            "token_logprobs": [each["logprob"] for each in found],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in found],
             "text_offset": offsets,
         }
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        # A part of a character is no text that has bytes.
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": None if "\ufffd" in text else [*text.encode()]}
-
-    def _text(self, token: int) -> str:
-        return str(self.tokenizer.tokenizer.decode([token], skip_special_tokens=False))
+    def _entry(self, token: int, logprob: float, first: bool) -> dict[str, Any]:
+        text, content = self.tokenizer.texts.said(token, first)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": [*content]}
 
 
 def finish_reason(answer: Generation, called: bool) -> str:

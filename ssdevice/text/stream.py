@@ -1,7 +1,8 @@
 """An answer as text while its tokens arrive: pieces that never change again, cut at stop tokens and stop strings."""
 
+import re
 from collections.abc import Collection, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import compress
 from typing import NamedTuple
 
@@ -14,6 +15,11 @@ from ssdevice.text.tokenizer_limits import tokenizer_errors
 UNDECODED = "\ufffd"
 PATIENCE = 16  # tokens without a clean end after which one is searched for
 LONGEST_CHARACTER = 4  # bytes, so tokens, that one character can span
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+"""The bytes that a byte-level vocabulary, as GPT-2's, writes as the characters of their number."""
+BYTES = {chr(byte): byte for byte in PRINTED} | dict(
+    zip(map(chr, range(256, 512)), (byte for byte in range(256) if byte not in PRINTED), strict=False)
+)
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -45,8 +51,23 @@ class TokenTexts:
         text = self.decode([token])
         return None if UNDECODED in text else text
 
+    @cached_property
+    def _before(self) -> list[int]:
+        return self.tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+
+    def said(self, token: int, first: bool) -> tuple[str, bytes]:
+        """What the token says after others, or as the ``first`` of all, where some tokenizers leave a space out; and
+        its bytes, which are no text alone if they are a part of a character."""
+        before = [] if first else self._before
+        text = self.decode([*before, token])[len(self.decode(before)) :]
+        piece = self.tokenizer.id_to_token(token) or ""
+        if UNDECODED in text and self._bytes and BYTES.keys() >= set(piece):
+            return text, bytes(BYTES[character] for character in piece)
+        fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", piece) if UNDECODED in text else None
+        return text, bytes.fromhex(fallback[1]) if fallback else text.encode()
+
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, none of them silent."""
+        """The text of ids, special tokens among them."""
         with tokenizer_errors("the tokenizer cannot decode the answer"):
             return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 

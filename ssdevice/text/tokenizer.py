@@ -66,7 +66,7 @@ class ChatTokenizer:
         if not chat.stop_ids:
             how = f"set 'eos_token_id' in generation_config.json, or 'eos_token' in {TOKENIZER_CONFIG_FILE}"
             raise ConfigError(f"the chat format has no stop token: {how}")
-        self._template, self._texts = chat.writer, TokenTexts(tokenizer)
+        self._template, self.texts = chat.writer, TokenTexts(tokenizer)
 
     @classmethod
     def of_model(
@@ -197,7 +197,7 @@ class ChatTokenizer:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stream(self) -> TextStream:
-        return TextStream(self._texts)
+        return TextStream(self.texts)
 
     def output(self, stops: Sequence[str] = ()) -> TextOutput:
         """A new TextOutput that ends at ``stop_ids`` and at the strings ``stops``."""

@@ -454,3 +454,16 @@ def test_a_stop_inside_an_accepted_run_names_its_token(tmp_path: Path) -> None:
 def test_user_content_puts_the_instruction_on_its_own_line() -> None:
     assert user_content("Solve the problem step by step.", "1 + 1?") == "Solve the problem step by step.\n1 + 1?"
     assert user_content(None, "hi") == user_content("", "hi") == "hi"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", [" a the b", "the a", "🙂é 你", "\ufffd a", " ", "a\ufffd"])
+def test_tokens_said_one_by_one_are_the_text(name: str, text: str) -> None:
+    """Also where a tokenizer leaves out the space before the first token, and where a character spans tokens."""
+    tokenizer = TOKENIZERS[name]
+    texts, ids = TokenTexts(tokenizer), tokenizer.encode(text, add_special_tokens=False).ids
+    said = [texts.said(token, at == 0) for at, token in enumerate(ids)]
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    assert b"".join(content for _, content in said).decode() == whole
+    if all(content == each.encode() for each, content in said):
+        assert "".join(each for each, _ in said) == whole
