@@ -32,10 +32,10 @@ EXACT = 1 << 53
 """llguidance reads numbers in float64 and makes 64-bit integers of whole ones. Beyond this it would write others, and
 where only -2^63 is left, it recurses until the process dies."""
 EXTRA = "structure"
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python writes JSON. A model that may write any white space can write nothing else for ever, and no text between
 two values is certain."""
-LIMITS = {"initial_lexer_fuel": 200_000, "verbose_errors": False}
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "verbose_errors": False}
 """Beside llguidance's own limits of size, of states, and of work for a token. A grammar may take 0.5 s, not 4."""
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 OF_BYTES = np.where(_BITS, 0, -np.inf).astype(np.float32)
@@ -133,8 +133,7 @@ class Grammar:
             self._buffer = np.empty((len(bits), 8), np.float32)
         np.take(OF_BYTES, bits, axis=0, out=self._buffer, mode="clip")
         masked = self._buffer.reshape(-1)[: len(scores)]
-        masked += scores
-        return masked
+        return np.add(masked, scores, out=masked)
 
     def accept(self, token: int) -> None:
         """Take in the next token of the answer."""
@@ -188,21 +187,23 @@ def _tokens_of(tokenizer: ChatTokenizer, vocab: int) -> Any:
 @lru_cache(maxsize=32)
 def _compiled(structure: Structure, tokens: Any) -> Any:
     """The matcher of a structure before the first token."""
-    import llguidance
+    from llguidance import LLMatcher, LLParserLimits
 
-    library: Any = llguidance
-    matchers, limits = library.LLMatcher, library.LLParserLimits(**LIMITS)
     try:
         if structure.kind == JSON_SCHEMA:
             check_numbers(structure.source)
-            grammar = matchers.grammar_from_json_schema(structure.source, defaults=SPACING)
+            grammar = LLMatcher.grammar_from_json_schema(structure.source, defaults=SPACING)
+        elif structure.kind == REGEX:
+            # llguidance's own function drops a last backslash, and escapes the line breaks that (?x) ignores.
+            escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", structure.source, flags=re.DOTALL)
+            grammar = LLMatcher.grammar_from_lark(f"start: /{escaped}/")
         else:
             for schema in re.split(r"%json\s*(?=\{)", structure.source)[1:]:
                 check_numbers(schema)
-            grammar = getattr(matchers, f"grammar_from_{structure.kind}")(structure.source)
+            grammar = LLMatcher.grammar_from_lark(structure.source)
     except (ValueError, RecursionError) as error:
         raise InputError(f"the {structure.name} cannot be used: {first_line(error)}") from error
-    matcher = matchers(tokens, grammar, log_level=0, limits=limits)
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     if not matcher.is_error():
         matcher.compute_bitmask()  # finds that nothing matches, and what the first token of every answer needs
     if matcher.is_error():

@@ -29,6 +29,10 @@ LANGUAGES: dict[str, tuple[Structure, set[str]]] = {
         {", ".join(words) for n in (1, 2, 3) for words in itertools.product(COLOURS, repeat=n)},
     ),
     "regex that may end early": (Structure.regex("na?(me)?"), {"n", "na", "nme", "name"}),
+    "regex of several lines": (
+        Structure.regex("(?x)\n  ( na | me )  # or /\n  [/]? \\/  # a slash\n  {1,2}\n"),
+        {word + slashes for word in ("na", "me") for slashes in ("/", "//", "///")},
+    ),
     "lark": (Structure.lark('start: "{{" word ~ 1..4 "}}"\nword: "x" | "\\"name\\","'), set()),
     "json": (
         Structure.json_schema(
@@ -131,6 +135,8 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Sampling(structure="a"), "structure is str"),  # type: ignore[arg-type]
     (Structure.regex("["), "invalid regex"),
     (Structure.regex("(?=a)b"), "regular expression cannot be used: .*invalid regex"),
+    (Structure.regex("ab\\"), "regular expression cannot be used"),
+    (Structure.regex("ab\\\\\\"), "regular expression cannot be used"),
     (Structure.regex("(" * 5000 + "a" + ")" * 5000), "cannot be used"),
     (Structure.regex("[^\\x00-\\x{10FFFF}]"), "nothing matches it"),
     (Structure.regex("€"), "nothing matches it"),  # none of the tokens has these bytes
