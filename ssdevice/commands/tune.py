@@ -126,19 +126,19 @@ def _bundles(
 def _trials(
     args: argparse.Namespace, table: CostTable | None, examples: Sequence[Example], folder: Path, report: Report
 ) -> list[Bundle]:
-    """Exports of a tree of each size in each schedule, the widest first; only that one with a cost table. Raises
-    InputError, before the first export, if the table or an example does not fit them."""
+    """Exports of a tree of each size in each schedule that the streams allow, the widest first; only that one with a
+    cost table. Raises InputError, before the first export, if the table or an example does not fit them."""
     with needs_extra("export"):
         from ssdevice.export.stages import export_plan
     if args.adapter is None:
         raise InputError("--model needs --adapter NAME=DIR: without streams there is no tree to choose")
+    opening.prepare_frameworks(args.threads)
     app = opening.named_folder(args.adapter, "--adapter")
-    gamma = read_settings(app[1]).streams.gamma
-    sizes = sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
+    streams = read_settings(app[1]).streams
+    gamma = streams.gamma
+    sizes = [WIDEST] if table is not None else sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
     trees = list({tree.size: tree for tree in (_tree(gamma, size) for size in sizes)}.values())
-    schedules: tuple[Schedule, ...] = (Schedule.DEFERRED, Schedule.FUSED)
-    if table is not None:
-        trees, schedules = [_tree(gamma, WIDEST)], schedules[:1]
+    schedules = (Schedule.DEFERRED, Schedule.FUSED)[: 1 if table is not None or streams.waits else 2]
     plans = []
     for schedule, tree in product(schedules, trees):
         options = ExportOptions(

@@ -160,15 +160,26 @@ def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.wide
-def test_tune_makes_its_own_trials_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("token_rank", "schedules"), [(0, ("fused", "deferred")), (4, ("deferred",))])
+def test_tune_makes_its_own_trials_of_a_model(
+    token_rank: int, schedules: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each schedule that the streams allow; those of the default recipe see the chosen token, so they wait."""
+    from transformers.utils import logging
+
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now")) + "\n")
-    model = ["--model", str(tiny.base_folder()), "--adapter", f"app={tiny.adapter_folder()}", "--quant", "fp32"]
-    asked = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--json", "--sizes", "2,4"]
+    adapter = f"app={tiny.adapter_folder(token_rank)}"
+    model = ["--model", str(tiny.base_folder()), "--adapter", adapter, "--quant", "fp32"]
+    asked = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--json", "--sizes", "2,4", "--quiet"]
+    logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    capsys.readouterr()  # of making the adapter
     assert call("tune", *model, *asked) == 0
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "Loading weights" not in said.err
+    found = json.loads(said.out)
     timed = {(cost["nodes"], cost["schedule"]) for cost in found["costs"]["steps"]}
-    assert timed == {(nodes, schedule) for nodes in (2, 4) for schedule in ("fused", "deferred")}
+    assert timed == {(nodes, schedule) for nodes in (2, 4) for schedule in schedules}
     assert {choice["nodes"] for choice in found["choices"]} <= {2, 4}
     assert call("tune", *model[:2], "--data", str(data)) == 2
     assert call("tune", "--data", str(data)) == 2

@@ -49,12 +49,12 @@ def _write_base(out: Path) -> None:
 
 
 @cache
-def adapter_folder() -> Path:
-    """Streams that draft at random."""
-    return made_once("tiny/adapter", _write_adapter)
+def adapter_folder(token_rank: int = 0) -> Path:
+    """Streams that draft at random; with ``token_rank`` they see the token just chosen."""
+    return made_once(f"tiny/adapter-{token_rank}", lambda out: _write_adapter(out, token_rank))
 
 
-def _write_adapter(out: Path) -> None:
+def _write_adapter(out: Path, token_rank: int) -> None:
     import torch
     from transformers import AutoConfig
 
@@ -62,7 +62,7 @@ def _write_adapter(out: Path) -> None:
     from ssdevice.model.adapter import write_streams
     from ssdevice.model.loading import build, load_hf
 
-    config = StreamConfig(gamma=3, msa_layers=1, lora_rank=0)
+    config = StreamConfig(gamma=3, msa_layers=1, lora_rank=0, token_rank=token_rank)
     streams = build(load_hf(base_folder()), config, CONTEXT).streams
     assert streams is not None
     torch.manual_seed(1)
