@@ -52,18 +52,22 @@ class TokenTexts:
         return None if UNDECODED in text else text
 
     @cached_property
-    def _before(self) -> list[int]:
-        return self.tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+    def _before(self) -> tuple[list[int], int]:
+        """A token to say another one after, and the length of its text."""
+        ids = self.tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        return ids, len(self.decode(ids))
 
     def said(self, token: int, first: bool) -> tuple[str, bytes]:
         """What the token says after others, or as the ``first`` of all, where some tokenizers leave a space out; and
         its bytes, which are no text alone if they are a part of a character."""
-        before = [] if first else self._before
-        text = self.decode([*before, token])[len(self.decode(before)) :]
+        before, length = ([], 0) if first or self._bytes else self._before
+        text = self.decode([*before, token])[length:]
+        if UNDECODED not in text:
+            return text, text.encode()
         piece = self.tokenizer.id_to_token(token) or ""
-        if UNDECODED in text and self._bytes and BYTES.keys() >= set(piece):
+        if self._bytes and BYTES.keys() >= set(piece):
             return text, bytes(BYTES[character] for character in piece)
-        fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", piece) if UNDECODED in text else None
+        fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
         return text, bytes.fromhex(fallback[1]) if fallback else text.encode()
 
     def decode(self, ids: list[int]) -> str:
