@@ -60,13 +60,16 @@ lowering: $(VENV)/dev.stamp
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.cpp' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.shape
 	$(BIN)/python -m tests.lines
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	git ls-files '*.cpp' '*.h' | xargs $(BIN)/clang-format -i
 
 conformance: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m slow

@@ -23,7 +23,9 @@ class BuildWithKernels(build_py):
         super().run()
         if PURE or self.editable_mode:
             return
-        sys.path.insert(0, str(Path(self.build_lib).resolve()))  # the package as it will be installed
+        sys.path.insert(
+            0, str(Path(self.build_lib).resolve())
+        )  # the package as it will be installed
         from ssdevice.errors import InputError
         from ssdevice.runtime.onnx import kernels
 

@@ -1,4 +1,6 @@
-"""Checks of what callers of the Python API pass: a value of the wrong type is an InputError that names it."""
+"""Checks of what callers of the Python API pass: a value of the wrong type is an InputError that
+names it.
+"""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,23 +31,34 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     """The strings of a list or another iterable; a string is one of them, not its characters."""
     if isinstance(value, str):
         return (value,)
-    return tuple(text(f"{name}[{i}]", item) for i, item in enumerate(_items(name, value, Iterable, "strings")))
+    return tuple(
+        text(f"{name}[{i}]", item)
+        for i, item in enumerate(_items(name, value, Iterable, "strings"))
+    )
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """The value, if it is a whole number from ``least`` to ``most``: also one of NumPy's, but neither True nor 2.0."""
+    """The value, if it is a whole number from ``least`` to ``most``: also one of NumPy's, but
+    neither True nor 2.0.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong(name, value, "a whole number")
     number = int(value)
     if (least is not None and number < least) or (most is not None and number > most):
-        raise InputError(f"{name} is {number}, expected {least} {'or more' if most is None else f'to {most}'}")
+        raise InputError(
+            f"{name} is {number}, expected {least} {'or more' if most is None else f'to {most}'}"
+        )
     return number
 
 
 def wholes(name: str, value: Any) -> list[int]:
     """The whole numbers of a list, an array or another iterable."""
     items = _items(name, value, Iterable, "whole numbers")
-    return items if set(map(type, items)) <= {int} else [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
+    return (
+        items
+        if set(map(type, items)) <= {int}
+        else [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
+    )
 
 
 def flag(name: str, value: Any) -> bool:
@@ -62,11 +75,16 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def objects(name: str, value: Any) -> list[Mapping[str, Any]]:
-    return [mapping(f"{name}[{i}]", item) for i, item in enumerate(_items(name, value, Sequence, "objects"))]
+    return [
+        mapping(f"{name}[{i}]", item)
+        for i, item in enumerate(_items(name, value, Sequence, "objects"))
+    ]
 
 
 def path(name: str, value: Any) -> Path:
-    """The path that a string or path object names; not what no file can be called, such as a text with a NUL."""
+    """The path that a string or path object names; not what no file can be called, such as a text
+    with a NUL.
+    """
     try:
         os.access(found := Path(value), os.F_OK)
     except (TypeError, ValueError) as error:

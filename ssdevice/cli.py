@@ -1,4 +1,6 @@
-"""The command line: finds a command's module, runs it, and turns errors into one line and an exit code."""
+"""The command line: finds a command's module, runs it, and turns errors into one line and an exit
+code.
+"""
 
 import argparse
 import importlib
@@ -44,8 +46,12 @@ DEPRECATED = "`is_gradient_checkpointing` is deprecated"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 (failure), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM). What the caller
-    or the machine can cause is a line on stderr; ``--debug`` shows where it came from instead."""
+    """Run one command; the exit code is 0, 1 (failure), 2 (bad input), 130 (Ctrl-C) or 143
+    (SIGTERM).
+
+    What the caller or the machine can cause is a line on stderr; ``--debug`` shows where it came
+    from instead.
+    """
     args = sys.argv[1:] if argv is None else list(argv)
     debug = "--debug" in args
     _write_any_text()
@@ -71,13 +77,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_any_text() -> None:
-    """UTF-8 for files and pipes, whatever the locale; escapes for what a terminal cannot show. A stream that the caller
-    closed takes everything: without one, what is said on stderr would be printed on stdout, and the next file that is
-    opened would get what libraries say there."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    """UTF-8 for files and pipes, whatever the locale; escapes for what a terminal cannot show.
+
+    A stream that the caller closed takes everything: without one, what is said on stderr would be
+    printed on stdout, and the next file that is opened would get what libraries say there.
+    """
+    sys.stdout, sys.stderr = (
+        stream or open(os.devnull, "w")  # noqa: SIM115
+        for stream in (sys.stdout, sys.stderr)
+    )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
+            stream.reconfigure(
+                encoding=None if stream.isatty() else "utf-8", errors="backslashreplace"
+            )
 
 
 def _message(error: Exception) -> str | None:
@@ -88,13 +101,17 @@ def _message(error: Exception) -> str | None:
         return "out of memory: close other programs, use a larger machine, or a smaller model"
     if isinstance(error, OSError) and error.errno is not None:
         # What writes files names them, see ``staging.disk_errors``.
-        where = error.filename or ("standard output" if _output_fails() else "a file (--debug shows which)")
+        where = error.filename or (
+            "standard output" if _output_fails() else "a file (--debug shows which)"
+        )
         return f"{where}: {error.strerror}"
     return str(error) if isinstance(error, OSError) else None
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes no more text, as a trial shows; if so, Python must not try again at the end."""
+    """Whether standard output takes no more text, as a trial shows; if so, Python must not try
+    again at the end.
+    """
     try:
         print(flush=True)
     except OSError:
@@ -104,7 +121,9 @@ def _output_fails() -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of any other input: one line, without the list of all options."""
+    """A parser whose errors are those of any other input: one line, without the list of all
+    options.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see {self.prog} --help")
@@ -129,7 +148,9 @@ def _run(args: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((a for a in args if not a.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        sub = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + "."
+        )
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress on stderr")
         if name == chosen:
@@ -151,7 +172,10 @@ def command_module(name: str) -> Any:
 
 
 def one_line(text: str) -> str:
-    """A message for a terminal: one line of bounded length, without control characters. Messages contain names and
-    texts from files and bundles, and errors of other libraries, which can be pages long."""
+    """A message for a terminal: one line of bounded length, without control characters.
+
+    Messages contain names and texts from files and bundles, and errors of other libraries, which
+    can be pages long.
+    """
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
     return shown if len(shown) <= MAX_MESSAGE else f"{shown[: MAX_MESSAGE - 3]}..."

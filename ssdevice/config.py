@@ -32,8 +32,12 @@ class Mode(StrEnum):
 
 
 class StreamMLP(StrEnum):
-    """The MLP of stream rows in lossless mode: the base MLP with the adapter, or the adapter in its place.
-    ``adapter-only`` has no other adapters, and this one is linear (the successor's figure 2a and appendix J)."""
+    """The MLP of stream rows in lossless mode: the base MLP with the adapter, or the adapter in its
+    place.
+
+    ``adapter-only`` has no other adapters, and this one is linear (the successor's figure 2a and
+    appendix J).
+    """
 
     ADAPTER_ONLY = "adapter-only"
     ADAPTER = "adapter"
@@ -41,7 +45,9 @@ class StreamMLP(StrEnum):
 
 
 class Schedule(StrEnum):
-    """When streams run: those of every node with the main rows (``fused``), or of the end node later (``deferred``)."""
+    """When streams run: those of every node with the main rows (``fused``), or of the end node
+    later (``deferred``).
+    """
 
     FUSED = "fused"
     DEFERRED = "deferred"
@@ -51,15 +57,17 @@ class Schedule(StrEnum):
 class StreamConfig(Ruled):
     """How streams are built and trained; part of ``streams.json`` beside the weights.
 
-    ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads of rank ``adapter_rank`` on the last hidden state, which
-    share the LM head. ``init_rank``: rank η of f = UV in 2402.11131 eq. 3 (0: the identity). ``token_rank``: rank of g,
-    by which each stream also sees the token that the main stream has just chosen (0: as in the paper, not); their
-    schedule is then ``deferred``. ``follow_rank``: rank of the term by which a draft sees the token before it, an idea
-    of Hydra (2402.05109; 0: drafts do not depend on each other). ``adapter_rank``: rank R_s of the stream adapters of
-    the MSA layers in lossless mode (*Speculative Streaming: Efficient and Scalable Speculative Decoding with
-    Multi-Stream Attention*, appendix H.2). ``draft_layers``: layers of its own that draft one token after the other,
-    like EAGLE's (2401.15077, 2503.01840), in lossless mode and instead of streams; no rank applies then. ``lora_rank``:
-    rank of the PEFT LoRA in shared mode (0: none). ``draft_vocabulary``: how many tokens streams choose among (0: all);
+    ``gamma``: γ streams. ``msa_layers``: N_s; 0 for heads of rank ``adapter_rank`` on the last
+    hidden state, which share the LM head. ``init_rank``: rank η of f = UV in 2402.11131 eq. 3 (0:
+    the identity). ``token_rank``: rank of g, by which each stream also sees the token that the main
+    stream has just chosen (0: as in the paper, not); their schedule is then ``deferred``.
+    ``follow_rank``: rank of the term by which a draft sees the token before it, an idea of Hydra
+    (2402.05109; 0: drafts do not depend on each other). ``adapter_rank``: rank R_s of the stream
+    adapters of the MSA layers in lossless mode (*Speculative Streaming: Efficient and Scalable
+    Speculative Decoding with Multi-Stream Attention*, appendix H.2). ``draft_layers``: layers of
+    its own that draft one token after the other, like EAGLE's (2401.15077, 2503.01840), in lossless
+    mode and instead of streams; no rank applies then. ``lora_rank``: rank of the PEFT LoRA in
+    shared mode (0: none). ``draft_vocabulary``: how many tokens streams choose among (0: all);
     their ids are stored with the weights.
     """
 
@@ -88,9 +96,13 @@ class StreamConfig(Ruled):
                     raise ConfigError(f"{name} is {getattr(self, name)}: draft layers do without")
             return
         if self.mode is Mode.LOSSLESS and self.adapter_rank < 1:
-            raise ConfigError("lossless mode needs adapter_rank of 1 or more: only stream rows are trained")
+            raise ConfigError(
+                "lossless mode needs adapter_rank of 1 or more: only stream rows are trained"
+            )
         if not self.msa_layers and self.adapter_rank < 1:
-            raise ConfigError("without MSA layers adapter_rank is the rank of the heads: it must be 1 or more")
+            raise ConfigError(
+                "without MSA layers adapter_rank is the rank of the heads: it must be 1 or more"
+            )
 
     @property
     def waits(self) -> bool:
@@ -105,12 +117,18 @@ class StreamConfig(Ruled):
     def check_layers(self, layers: int) -> None:
         """Raise ConfigError unless N_s < N: streams start from the hidden state of a lower layer."""
         if self.msa_layers >= layers:
-            raise ConfigError(f"N_s = {self.msa_layers} MSA layers need a model of more layers, this one has {layers}")
+            raise ConfigError(
+                f"N_s = {self.msa_layers} MSA layers need a model of more layers, this one has {layers}"
+            )
 
 
 def load_strict(cls: type[T], data: Mapping[str, Any], where: str) -> T:
-    """Build dataclass ``cls`` from plain JSON: enums from their values, tuples from lists, dataclasses from objects.
-    Raises ConfigError for unknown keys and wrong types, naming ``where``, the key, and the nearest known name."""
+    """Build dataclass ``cls`` from plain JSON: enums from their values, tuples from lists,
+    dataclasses from objects.
+
+    Raises ConfigError for unknown keys and wrong types, naming ``where``, the key, and the nearest
+    known name.
+    """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where}: expected an object, found {_json_name(data)}")
     hints = _type_hints(cls)  # type: ignore[arg-type]
@@ -135,7 +153,8 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any:
         return value
     if origin is types.UnionType:  # of plain types, or of one and None
@@ -146,13 +165,18 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected {len(kinds)} values, found {len(value)}")
         return tuple(_coerce(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {str(key): _coerce(args[1], item, f"{where}[{str(key)[:60]!r}]") for key, item in value.items()}
+        return {
+            str(key): _coerce(args[1], item, f"{where}[{str(key)[:60]!r}]")
+            for key, item in value.items()
+        }
     if isinstance(hint, type):
         if issubclass(hint, Enum):
             choices = [member.value for member in hint]
             if value in choices:
                 return hint(value)
-            raise ConfigError(f"{where}: {str(value)[:60]!r} is not one of {', '.join(map(str, choices))}")
+            raise ConfigError(
+                f"{where}: {str(value)[:60]!r} is not one of {', '.join(map(str, choices))}"
+            )
         if hasattr(hint, "from_json"):  # it has a form of its own
             try:
                 return hint.from_json(value)
@@ -161,20 +185,32 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         if dataclasses.is_dataclass(hint):
             return load_strict(hint, value, where)
         if hint is float and type(value) in (int, float):
-            # NaN and infinities are not JSON, but Python's reader accepts them and reads 1e999 as infinity.
+            # NaN and infinities are not JSON, but Python's reader accepts them and reads 1e999 as
+            # infinity.
             if abs(value) <= sys.float_info.max:
                 return float(value)
             raise ConfigError(f"{where}: {str(value)[:60]} is not a finite number")
         if type(value) is hint:
             return value
-    name = hint.__name__ if isinstance(hint, type) else str(origin.__name__ if isinstance(origin, type) else hint)
+    name = (
+        hint.__name__
+        if isinstance(hint, type)
+        else str(origin.__name__ if isinstance(origin, type) else hint)
+    )
     raise ConfigError(f"{where}: expected {JSON_NAMES.get(name, name)}, found {_json_name(value)}")
 
 
 JSON_NAMES = {
-    "tuple": "a list", "list": "a list", "dict": "an object", "Mapping": "an object", "str": "a string",
-    "int": "an integer", "float": "a number", "bool": "true or false", "NoneType": "null",
-}  # fmt: skip
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "an object",
+    "Mapping": "an object",
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "NoneType": "null",
+}
 """Python's types -> their names in JSON."""
 
 
@@ -198,7 +234,10 @@ def to_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a UTF-8 file. Raises ConfigError, which names the file and the place. See ``strict_json``."""
+    """The JSON value in a UTF-8 file.
+
+    Raises ConfigError, which names the file and the place. See ``strict_json``.
+    """
     check_no_pointer(path)
     with reading(path, ConfigError):
         return strict_json.parse(path.read_bytes(), str(path))

@@ -1,34 +1,39 @@
 """The step contract: the functions every target exports and every runtime calls, as data.
 
-Three functions share one set of weights and one KV cache. All sizes are constants of an export, except the length of a
-cache that is passed in::
+Three functions share one set of weights and one KV cache. All sizes are constants of an export,
+except the length of a cache that is passed in::
 
-    step(root[1], drafts[γ,k], length[1], cache)        -> tokens[A], count[1], next_drafts[γ,k], cache'
-    prefill(chunk[C], count[1], length[1], cache)       -> root[1], next_drafts[γ,k], cache'
+    step(root[1], drafts[γ,k], length[1], cache)        -> tokens[A], count[1], next_drafts[γ,k],
+    cache' prefill(chunk[C], count[1], length[1], cache)       -> root[1], next_drafts[γ,k], cache'
     step_plain(root[1], length[1], cache)               -> tokens[1], cache'
 
-Without streams there is no ``step``, and ``prefill`` has no drafts; or the caller drafts, and ``next_drafts`` are
-zeros. Then there may be a step over the first S levels of the tree, which costs less::
+Without streams there is no ``step``, and ``prefill`` has no drafts; or the caller drafts, and
+``next_drafts`` are zeros. Then there may be a step over the first S levels of the tree, which costs
+less::
 
-    step_short(root[1], drafts[S,k], length[1], cache)  -> tokens[S+1], count[1], next_drafts[γ,k], cache'
+    step_short(root[1], drafts[S,k], length[1], cache)  -> tokens[S+1], count[1], next_drafts[γ,k],
+    cache'
 
-A caller that chooses tokens itself (sampling, penalties, grammars) calls a step in two parts instead; the first commits
-nothing, and what the caller chose decides which of its rows it commits::
+A caller that chooses tokens itself (sampling, penalties, grammars) calls a step in two parts
+instead; the first commits nothing, and what the caller chose decides which of its rows it commits::
 
-    verify(root[1], drafts[γ,k], length[1], cache)      -> logits[T,V], states[T,D], rows of all T nodes
-    verify_plain(root[1], length[1], cache)             -> logits[1,V], states[1,D], rows of the root
-    draft([path[A], count[1],] token[1], last_state[1,D], length[1], cache)  -> next_drafts[γ,k] [, cache']
+    verify(root[1], drafts[γ,k], length[1], cache)      -> logits[T,V], states[T,D], rows of all T
+    nodes verify_plain(root[1], length[1], cache)             -> logits[1,V], states[1,D], rows of
+    the root draft([path[A], count[1],] token[1], last_state[1,D], length[1], cache)  ->
+    next_drafts[γ,k] [, cache']
 
-``last_state`` is that of the last node on the chosen path and ``token`` what was chosen after it; ``length`` then
-counts the path. With an internal cache ``verify`` writes the rows of all nodes behind the committed ones, in the order
-of the nodes, and ``draft`` moves those of the ``count`` nodes in ``path`` to the front (along a chain they are there).
+``last_state`` is that of the last node on the chosen path and ``token`` what was chosen after it;
+``length`` then counts the path. With an internal cache ``verify`` writes the rows of all nodes
+behind the committed ones, in the order of the nodes, and ``draft`` moves those of the ``count``
+nodes in ``path`` to the front (along a chain they are there).
 
 The KV cache has one of two forms. Internal: the graph owns tensors ``keys``/``values`` of shape
-``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may split both by layer
-(``keys.0``, .., see ``ssdevice.export.state_form``). External: the caller passes the committed rows of each layer as
-``[past, kv_heads * head_dim]`` and gets the new rows of all layers as one tensor
-``rows[2 * layers, n, kv_heads * head_dim]`` (keys of layer 0, values of layer 0, keys of layer 1, ..), which it
-writes at ``length``. Either way n rows are written, A, C, T or 1; those beyond the count are garbage and stay masked.
+``[layers, kv_heads, capacity, head_dim]`` and writes the new rows itself; a target may split both
+by layer (``keys.0``, .., see ``ssdevice.export.state_form``). External: the caller passes the
+committed rows of each layer as ``[past, kv_heads * head_dim]`` and gets the new rows of all layers
+as one tensor ``rows[2 * layers, n, kv_heads * head_dim]`` (keys of layer 0, values of layer 0, keys
+of layer 1, ..), which it writes at ``length``. Either way n rows are written, A, C, T or 1; those
+beyond the count are garbage and stay masked.
 
 The inputs for adapters, in graphs that several apps share, are not part of this contract: see
 ``ssdevice.adapters.slots``.
@@ -72,7 +77,9 @@ KEYS = "keys"
 VALUES = "values"
 PAST = "past"
 LOGITS = "logits"
-"""An output ``[T, V]`` of ``verify``; beside the contract, a last output of ``step`` that a target may add."""
+"""An output ``[T, V]`` of ``verify``; beside the contract, a last output of ``step`` that a target
+may add.
+"""
 STATES = "states"
 LAST_STATE = "last_state"
 """Not ``state``, a word of Core ML."""
@@ -86,7 +93,9 @@ RANK_PATH: Rule = {"minItems": 1, "maxItems": 32, "items": within(0, MAX_NODES -
 
 
 def past_key(layer: int) -> str:
-    """The input for a layer's cached keys, ``[P, kv_heads * head_dim]``, where the caller holds the cache."""
+    """The input for a layer's cached keys, ``[P, kv_heads * head_dim]``, where the caller holds the
+    cache.
+    """
     return f"past_keys.{layer}"
 
 
@@ -96,7 +105,10 @@ def past_value(layer: int) -> str:
 
 
 class CacheForm(StrEnum):
-    """Who holds the KV cache: the caller (external), or the graph as state (internal). Manifests use these values."""
+    """Who holds the KV cache: the caller (external), or the graph as state (internal).
+
+    Manifests use these values.
+    """
 
     EXTERNAL = "rows"
     INTERNAL = "state"
@@ -116,7 +128,9 @@ Tensors = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """Inputs, outputs and states of a function; inputs and outputs are in the order of the exported signature."""
+    """Inputs, outputs and states of a function; inputs and outputs are in the order of the exported
+    signature.
+    """
 
     name: str
     inputs: Tensors
@@ -126,13 +140,16 @@ class FunctionSpec:
 
 @dataclass(frozen=True)
 class Geometry(Ruled):
-    """The constants of an export. Raises ConfigError for sizes out of their bounds, or that contradict each other.
+    """The constants of an export.
 
-    ``layers``: those that keep rows, the model's and its draft layers. ``kv_heads``, ``head_dim``, ``vocab``: the
-    model's. ``gamma``: γ, the number of streams, with ``k`` candidates each for ``tree``, in JSON a list of the rank
-    paths below the root, breadth first. ``context``: tokens of a conversation. ``chunk``: C, prompt tokens per prefill
-    call. ``hidden``: D, the width of a state; 0 without functions for a caller that chooses. ``short``: S, the drafts
-    that ``step_short`` verifies; 0 without it.
+    Raises ConfigError for sizes out of their bounds, or that contradict each other.
+
+    ``layers``: those that keep rows, the model's and its draft layers. ``kv_heads``, ``head_dim``,
+    ``vocab``: the model's. ``gamma``: γ, the number of streams, with ``k`` candidates each for
+    ``tree``, in JSON a list of the rank paths below the root, breadth first. ``context``: tokens of
+    a conversation. ``chunk``: C, prompt tokens per prefill call. ``hidden``: D, the width of a
+    state; 0 without functions for a caller that chooses. ``short``: S, the drafts that
+    ``step_short`` verifies; 0 without it.
     """
 
     layers: int = field(metadata=within(1, 1024))
@@ -155,7 +172,9 @@ class Geometry(Ruled):
         if self.short and self.short >= self.tree.depth:
             raise ConfigError(f"short is {self.short}, the tree is {self.tree.depth} deep")
         if self.context <= self.tree.size:
-            raise ConfigError(f"context {self.context} cannot hold a draft tree of {self.tree.size} nodes")
+            raise ConfigError(
+                f"context {self.context} cannot hold a draft tree of {self.tree.size} nodes"
+            )
 
     @property
     def capacity(self) -> int:
@@ -192,28 +211,49 @@ def functions(geometry: Geometry, cache: CacheForm, cache_dtype: str) -> dict[st
             shape = (g.layers, g.kv_heads, g.capacity, g.head_dim)
             states = TensorSpec(KEYS, shape, cache_dtype), TensorSpec(VALUES, shape, cache_dtype)
             return FunctionSpec(name, inputs, outputs, states)
-        past_names = (past_name(layer) for layer in range(g.layers) for past_name in (past_key, past_value))
-        past = tuple(TensorSpec(past_name, (PAST, g.row_width), cache_dtype) for past_name in past_names)
-        rows = (TensorSpec(ROWS, (2 * g.layers, new_rows, g.row_width), cache_dtype),) if new_rows else ()
+        past_names = (
+            past_name(layer) for layer in range(g.layers) for past_name in (past_key, past_value)
+        )
+        past = tuple(
+            TensorSpec(past_name, (PAST, g.row_width), cache_dtype) for past_name in past_names
+        )
+        rows = (
+            (TensorSpec(ROWS, (2 * g.layers, new_rows, g.row_width), cache_dtype),)
+            if new_rows
+            else ()
+        )
         return FunctionSpec(name, inputs + past, (*outputs, *rows))
 
     def int32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, shape, "int32")
 
     def seen(nodes: int) -> Tensors:
-        return TensorSpec(LOGITS, (nodes, g.vocab), "float32"), TensorSpec(STATES, (nodes, g.hidden), "float32")
+        return TensorSpec(LOGITS, (nodes, g.vocab), "float32"), TensorSpec(
+            STATES, (nodes, g.hidden), "float32"
+        )
 
-    root, length, count, emitted = int32(ROOT, 1), int32(LENGTH, 1), int32(COUNT, 1), g.tree.emitted
-    drafts, next_drafts = int32(DRAFTS, g.gamma, g.k), int32(NEXT_DRAFTS, g.gamma, g.k)
+    root = int32(ROOT, 1)
+    length = int32(LENGTH, 1)
+    count = int32(COUNT, 1)
+    emitted = g.tree.emitted
+    drafts = int32(DRAFTS, g.gamma, g.k)
+    next_drafts = int32(NEXT_DRAFTS, g.gamma, g.k)
     chunk = int32(CHUNK, g.chunk), int32(VALID, 1), length
     specs = [
-        function(STEP, (root, drafts, length), (int32(TOKENS, emitted), count, next_drafts), emitted),
+        function(
+            STEP, (root, drafts, length), (int32(TOKENS, emitted), count, next_drafts), emitted
+        ),
         function(PREFILL, chunk, (int32(NEXT_ROOT, 1), next_drafts), g.chunk),
         function(PLAIN, (root, length), (int32(TOKENS, 1),), 1),
     ]
     if g.short:
-        few, most = int32(DRAFTS, g.short, g.k), g.short + 1
-        specs.append(function(STEP_SHORT, (root, few, length), (int32(TOKENS, most), count, next_drafts), most))
+        few = int32(DRAFTS, g.short, g.k)
+        most = g.short + 1
+        specs.append(
+            function(
+                STEP_SHORT, (root, few, length), (int32(TOKENS, most), count, next_drafts), most
+            )
+        )
     if g.hidden:
         path = (int32(PATH, emitted), count) if cache is CacheForm.INTERNAL else ()
         last = int32(TOKEN, 1), TensorSpec(LAST_STATE, (1, g.hidden), "float32"), length

@@ -1,13 +1,15 @@
-"""Application data: JSON Lines of prompts and completions, read as a stream and checked line by line.
+"""Application data: JSON Lines of prompts and completions, read as a stream and checked line by
+line.
 
 One object per line, in either of two forms::
 
-    {"prompt": "name[Aromi], food[French]", "completion": "Aromi is French.", "references": ["Aromi is French.", ..]}
-    {"messages": [{"role": "system", ..}?, {"role": "user", "content": ".."}, {"role": "assistant", ..}?]}
+    {"prompt": "name[Aromi], food[French]", "completion": "Aromi is French.", "references": ["Aromi
+    is French.", ..]} {"messages": [{"role": "system", ..}?, {"role": "user", "content": ".."},
+    {"role": "assistant", ..}?]}
 
-Both may have ``references`` (all accepted answers, for measuring) and ``id`` (any text or number, ignored). Any other
-key is an error, so that a misspelt ``completion`` is not mistaken for a missing one. Files are UTF-8, plain or, if the
-name ends in ``.gz``, gzip. Empty lines are skipped.
+Both may have ``references`` (all accepted answers, for measuring) and ``id`` (any text or number,
+ignored). Any other key is an error, so that a misspelt ``completion`` is not mistaken for a missing
+one. Files are UTF-8, plain or, if the name ends in ``.gz``, gzip. Empty lines are skipped.
 """
 
 import gzip
@@ -30,7 +32,9 @@ ROLES = (("user",), ("user", "assistant"), ("system", "user"), ("system", "user"
 
 @dataclass(frozen=True)
 class Example:
-    """One exchange: the prompt, the answer to learn (None if the data have none), and all accepted answers."""
+    """One exchange: the prompt, the answer to learn (None if the data have none), and all accepted
+    answers.
+    """
 
     prompt: str
     completion: str | None = None
@@ -44,8 +48,11 @@ class Example:
 
 
 def iter_examples(path: str | Path, *, require_completion: bool = True) -> Iterator[Example]:
-    """The examples of one file in order, read lazily. Raises InputError, which names the file and the line, for
-    anything but the two forms above, an empty text, no completion with ``require_completion``, or no example at all."""
+    """The examples of one file in order, read lazily.
+
+    Raises InputError, which names the file and the line, for anything but the two forms above, an
+    empty text, no completion with ``require_completion``, or no example at all.
+    """
     path = arguments.path("a data file", path)
     found = False
     for number, line in _lines(path):
@@ -59,16 +66,26 @@ def iter_examples(path: str | Path, *, require_completion: bool = True) -> Itera
 
 
 def read_examples(
-    paths: Iterable[str | Path] | str | Path, limit: int | None = None, *, require_completion: bool = True
+    paths: Iterable[str | Path] | str | Path,
+    limit: int | None = None,
+    *,
+    require_completion: bool = True,
 ) -> list[Example]:
-    """The first ``limit`` examples (None: all) of one or more files, in order; errors as in ``iter_examples``. Lines
-    after the limit are not read and not checked."""
+    """The first ``limit`` examples (None: all) of one or more files, in order; errors as in
+    ``iter_examples``.
+
+    Lines after the limit are not read and not checked.
+    """
     if limit is not None:
         arguments.whole("limit", limit, 1)
     files = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not files:
         raise InputError("no data file given")
-    every = (example for path in files for example in iter_examples(path, require_completion=require_completion))
+    every = (
+        example
+        for path in files
+        for example in iter_examples(path, require_completion=require_completion)
+    )
     return list(islice(every, limit))
 
 
@@ -87,12 +104,20 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                         raise InputError(f"{path}: holds gzip data; rename it to end in .gz")
                     yield number, line
         except IsADirectoryError as error:
-            raise InputError(f"{path}: is a folder; give the .jsonl or .jsonl.gz file in it") from error
+            raise InputError(
+                f"{path}: is a folder; give the .jsonl or .jsonl.gz file in it"
+            ) from error
         except (gzip.BadGzipFile, zlib.error) as error:
-            what = f"damaged gzip data after line {number}" if number else "its name ends in .gz but it is not gzip"
+            what = (
+                f"damaged gzip data after line {number}"
+                if number
+                else "its name ends in .gz but it is not gzip"
+            )
             raise InputError(f"{path}: {what} ({error})") from error
         except EOFError as error:
-            raise InputError(f"{path}: the gzip data end early, after line {number}; the file is cut short") from error
+            raise InputError(
+                f"{path}: the gzip data end early, after line {number}; the file is cut short"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -112,15 +137,23 @@ class _Row:
 
 def _example(fields: Any, where: str, require_completion: bool) -> Example:
     row = load_strict(_Row, fields, where)
-    prompt, completion, system = row.prompt, row.completion, None
+    prompt = row.prompt
+    completion = row.completion
+    system = None
     if row.messages is not None:
         if prompt is not None or completion is not None:
-            raise InputError(f"{where}: give either 'messages' or 'prompt' and 'completion', not both")
+            raise InputError(
+                f"{where}: give either 'messages' or 'prompt' and 'completion', not both"
+            )
         if (roles := tuple(turn.role for turn in row.messages)) not in ROLES:
             one = "an optional system message, one of the user, then one of the assistant"
-            raise InputError(f"{where}: messages by {str(roles)[:80]}; an example is one exchange: {one}")
+            raise InputError(
+                f"{where}: messages by {str(roles)[:80]}; an example is one exchange: {one}"
+            )
         said = {turn.role: turn.content for turn in row.messages}
-        prompt, completion, system = said["user"], said.get("assistant"), said.get("system")
+        prompt = said["user"]
+        completion = said.get("assistant")
+        system = said.get("system")
     if prompt is None or (completion is None and require_completion):
         raise InputError(f"{where}: {'prompt' if prompt is None else 'completion'!r} is missing")
     texts = {"prompt": prompt, "completion": completion, "system message": system}

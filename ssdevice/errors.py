@@ -44,7 +44,9 @@ class MissingExtraError(InputError):
 
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
-    """In this context a package that is not installed is a MissingExtraError: the extra ``name`` has it."""
+    """In this context a package that is not installed is a MissingExtraError: the extra ``name``
+    has it.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -71,13 +73,23 @@ class ParityError(SSDeviceError):
 
 
 REFUSALS = (
-    OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError, re.error,
-)  # fmt: skip
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    re.error,
+)
 """What transformers and PEFT raise for mistakes in settings, most of which they do not check."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, with those that it announces, or the error's type if it is empty."""
+    """The first line of another library's message, with those that it announces, or the error's
+    type if it is empty.
+    """
     if isinstance(error, LookupError):  # it says little but the key
         return f"{type(error).__name__}: {error}"
     said = ""
@@ -98,12 +110,16 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_no_pointer(file: Path) -> None:
-    """Raise InputError for a Git LFS pointer in the place of a file; a file of another kind, or none, is fine."""
+    """Raise InputError for a Git LFS pointer in the place of a file; a file of another kind, or
+    none, is fine.
+    """
     if not file.is_file():  # opening a pipe would block
         return
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise InputError(f"{file} is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
+            raise InputError(
+                f"{file} is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'"
+            )
 
 
 NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad allocation")

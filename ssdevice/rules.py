@@ -1,4 +1,6 @@
-"""Bounds of values as data: a subset of JSON Schema, which the checks here and the published schema share."""
+"""Bounds of values as data: a subset of JSON Schema, which the checks here and the published schema
+share.
+"""
 
 import dataclasses
 import re
@@ -10,32 +12,44 @@ from typing import Any
 from ssdevice.errors import ConfigError
 
 Rule = Mapping[str, Any]
-"""A subset of JSON Schema: minimum, maximum, exclusiveMinimum, maxLength, pattern (with a description of it), minItems,
-maxItems, items, maxProperties, propertyNames, additionalProperties."""
+"""A subset of JSON Schema: minimum, maximum, exclusiveMinimum, maxLength, pattern (with a
+description of it), minItems, maxItems, items, maxProperties, propertyNames, additionalProperties.
+"""
 
 
 def check_rule(where: str, value: Any, rule: Rule) -> None:
-    """Raise ConfigError if a value of the right type breaks a rule; numbers that have one are no NaN. None passes."""
+    """Raise ConfigError if a value of the right type breaks a rule; numbers that have one are no
+    NaN.
+
+    None passes.
+    """
     if type(value) in (int, float) and rule:
-        low, high, above = rule.get("minimum", -inf), rule.get("maximum", inf), rule.get("exclusiveMinimum", -inf)
+        low = rule.get("minimum", -inf)
+        high = rule.get("maximum", inf)
+        above = rule.get("exclusiveMinimum", -inf)
         if not (low <= value <= high and value > above):
             least = f"above {above}, at most" if above > -inf else f"{low} to"
             expected = f"{least} {high}" if high < inf else f"{low} or more"
             raise ConfigError(f"{where} is {str(value)[:30]}, expected {expected}")
     elif isinstance(value, str):
         if len(value) > rule.get("maxLength", len(value)):
-            raise ConfigError(f"{where} has {len(value)} characters, at most {rule['maxLength']} are allowed")
+            raise ConfigError(
+                f"{where} has {len(value)} characters, at most {rule['maxLength']} are allowed"
+            )
         if "pattern" in rule and not re.fullmatch(rule["pattern"], value):
             raise ConfigError(f"{where} is {value[:100]!r}, expected {rule['description']}")
     elif isinstance(value, tuple):
-        low, high = rule.get("minItems", 0), rule.get("maxItems", len(value))
+        low = rule.get("minItems", 0)
+        high = rule.get("maxItems", len(value))
         if not low <= len(value) <= high:
             raise ConfigError(f"{where} has {len(value)} entries, expected {low} to {high}")
         for i, item in enumerate(value):
             check_rule(f"{where}[{i}]", item, rule.get("items", {}))
     elif isinstance(value, dict):
         if len(value) > rule.get("maxProperties", len(value)):
-            raise ConfigError(f"{where} has {len(value)} entries, at most {rule['maxProperties']} are allowed")
+            raise ConfigError(
+                f"{where} has {len(value)} entries, at most {rule['maxProperties']} are allowed"
+            )
         for key, item in value.items():
             check_rule(f"{where}: a name", key, rule.get("propertyNames", {}))
             check_rule(f"{where}[{key!r}]", item, rule.get("additionalProperties", {}))
@@ -51,7 +65,10 @@ ABOVE_0: Rule = {"exclusiveMinimum": 0, "maximum": 1e30}
 
 @dataclasses.dataclass(frozen=True)
 class Ruled:
-    """A dataclass whose fields carry a Rule as metadata. Raises ConfigError, which names the field that breaks it."""
+    """A dataclass whose fields carry a Rule as metadata.
+
+    Raises ConfigError, which names the field that breaks it.
+    """
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

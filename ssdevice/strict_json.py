@@ -1,4 +1,6 @@
-"""JSON that all readers interpret alike: no repeated keys, no number or depth that some readers refuse."""
+"""JSON that all readers interpret alike: no repeated keys, no number or depth that some readers
+refuse.
+"""
 
 import difflib
 import json
@@ -11,17 +13,30 @@ from ssdevice.errors import ConfigError, InputError, SSDeviceError
 _STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 
-def utf8(data: bytes, where: str, error: type[SSDeviceError] = InputError, codec: str = "utf-8-sig") -> str:
-    """UTF-8 text, by default without a byte order mark. Raises ``error``, which names the first byte that is not."""
+def utf8(
+    data: bytes, where: str, error: type[SSDeviceError] = InputError, codec: str = "utf-8-sig"
+) -> str:
+    """UTF-8 text, by default without a byte order mark.
+
+    Raises ``error``, which names the first byte that is not.
+    """
     try:
         return data.decode(codec)
     except UnicodeDecodeError as problem:
         raise error(f"{where}: not UTF-8 text (byte {problem.start})") from problem
 
 
-def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigError, depth: int | None = None) -> Any:
-    """The value in a JSON text (bytes are UTF-8). ``depth``: the most levels of lists and objects allowed. Raises
-    ``error`` with one line that begins with ``where``."""
+def parse(
+    data: bytes | str,
+    where: str,
+    error: type[SSDeviceError] = ConfigError,
+    depth: int | None = None,
+) -> Any:
+    """The value in a JSON text (bytes are UTF-8).
+
+    ``depth``: the most levels of lists and objects allowed. Raises ``error`` with one line that
+    begins with ``where``.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -42,7 +57,9 @@ def parse(data: bytes | str, where: str, error: type[SSDeviceError] = ConfigErro
         return json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as problem:
         place = f"line {problem.lineno}, column {problem.colno}"
-        raise error(f"{where}: not JSON ({place}: {problem.msg}): {problem.doc.strip()[:60]!r}") from problem
+        raise error(
+            f"{where}: not JSON ({place}: {problem.msg}): {problem.doc.strip()[:60]!r}"
+        ) from problem
     except ValueError as problem:  # an integer of more digits than Python converts
         raise error(f"{where}: not JSON this tool can use ({problem})") from problem
     except RecursionError as problem:

@@ -1,7 +1,9 @@
-"""Targets by name: the modules of their export sides and their runtime sides. Nothing else in the core knows a target.
+"""Targets by name: the modules of their export sides and their runtime sides.
 
-Another package adds one with an entry point of the group ``ssdevice.targets``, ``NAME = "PACKAGE"``: its modules are
-``PACKAGE.export`` and ``PACKAGE.runtime``.
+Nothing else in the core knows a target.
+
+Another package adds one with an entry point of the group ``ssdevice.targets``, ``NAME =
+"PACKAGE"``: its modules are ``PACKAGE.export`` and ``PACKAGE.runtime``.
 """
 
 import importlib
@@ -18,20 +20,27 @@ ENTRY_POINTS = "ssdevice.targets"
 
 @dataclass(frozen=True)
 class Target:
-    """Two modules that define ``TARGET``: ``export`` an ``ExportTarget``, ``runtime`` a ``RuntimeTarget``."""
+    """Two modules that define ``TARGET``: ``export`` an ``ExportTarget``, ``runtime`` a
+    ``RuntimeTarget``.
+    """
 
     export: str
     runtime: str
 
 
-_registered = {name: Target(f"ssdevice.export.{name}.target", f"ssdevice.runtime.{name}.target") for name in BUILT_IN}
+_registered = {
+    name: Target(f"ssdevice.export.{name}.target", f"ssdevice.runtime.{name}.target")
+    for name in BUILT_IN
+}
 
 
 def register(name: str, export: str, runtime: str) -> None:
     """Add a target in this process. Raises ConfigError if another target has this name."""
     added = Target(export, runtime)
     if _registered.setdefault(name, added) != added:
-        raise ConfigError(f"target {name!r} is registered twice: {_registered[name].export} and {export}")
+        raise ConfigError(
+            f"target {name!r} is registered twice: {_registered[name].export} and {export}"
+        )
 
 
 def names() -> tuple[str, ...]:
@@ -50,7 +59,9 @@ def find(name: str) -> Target:
 
 
 def load(module: str) -> Any:
-    """The ``TARGET`` of a module; raises ModuleNotFoundError, or ConfigError for a module that cannot be loaded."""
+    """The ``TARGET`` of a module; raises ModuleNotFoundError, or ConfigError for a module that
+    cannot be loaded.
+    """
     try:
         return importlib.import_module(module).TARGET
     except Exception as error:  # modules of other packages may raise anything

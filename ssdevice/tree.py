@@ -1,14 +1,17 @@
-"""Draft trees: a fixed topology, and the constant tables for the step graph (2402.11131 section 3.2.2).
+"""Draft trees: a fixed topology, and the constant tables for the step graph (2402.11131 section
+3.2.2).
 
-A tree is a tuple of rank paths in breadth-first order. The path ``(r1, .., rd)`` is the node at depth d that is
-reached by taking candidate r1 of stream 1, candidate r2 of stream 2 and so on; ``()`` is the root, the last token of
-the main stream. With γ = 2 streams and k = 2 candidates each::
+A tree is a tuple of rank paths in breadth-first order. The path ``(r1, .., rd)`` is the node at
+depth d that is reached by taking candidate r1 of stream 1, candidate r2 of stream 2 and so on;
+``()`` is the root, the last token of the main stream. With γ = 2 streams and k = 2 candidates
+each::
 
     ()            node 0, the root
     (0,) (1,)     nodes 1, 2: stream 1's candidates
     (0, 0)        node 3: stream 2's best candidate below node 1
 
-has parents (0, 0, 0, 1), depths (0, 1, 1, 2) and path table ((0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 1, 3)).
+has parents (0, 0, 0, 1), depths (0, 1, 1, 2) and path table ((0, 0, 0), (0, 1, 1), (0, 2, 2), (0,
+1, 3)).
 """
 
 import json
@@ -37,8 +40,11 @@ AnswerRanks = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Tree:
-    """A static draft tree: ``paths`` are rank paths, breadth first, beginning with the root ``()``. Raises ConfigError
-    if a parent is missing, a path repeats, the order is not breadth first or there are more than MAX_NODES nodes."""
+    """A static draft tree: ``paths`` are rank paths, breadth first, beginning with the root ``()``.
+
+    Raises ConfigError if a parent is missing, a path repeats, the order is not breadth first or
+    there are more than MAX_NODES nodes.
+    """
 
     paths: tuple[Ranks, ...]
 
@@ -46,7 +52,9 @@ class Tree:
         if not self.paths or self.paths[0] != ():
             raise ConfigError("a draft tree starts with its root, the empty path []")
         if len(self.paths) > MAX_NODES:
-            raise ConfigError(f"a draft tree has at most {MAX_NODES} nodes, this one has {len(self.paths)}")
+            raise ConfigError(
+                f"a draft tree has at most {MAX_NODES} nodes, this one has {len(self.paths)}"
+            )
         known: set[Ranks] = set()
         for path in self.paths:
             shown = str(list(path))[:60]
@@ -94,25 +102,33 @@ class Tree:
     def from_counts(cls, observed: Mapping[Ranks, int], size: int) -> Self:
         """The tree of at most ``size`` nodes that accepts most on observed rank paths.
 
-        ``observed`` counts, over verified positions, the ranks of the true next tokens in streams 1, 2, ..; a path ends
-        before the first token that was not a candidate. A node is accepted as often as its path is a prefix of an
-        observed one, so the most frequent prefixes are optimal, without assuming independent streams. Prefixes that
-        were never observed get no node. Raises ConfigError for a size outside 1..MAX_NODES or a negative count.
+        ``observed`` counts, over verified positions, the ranks of the true next tokens in streams
+        1, 2, ..; a path ends before the first token that was not a candidate. A node is accepted as
+        often as its path is a prefix of an observed one, so the most frequent prefixes are optimal,
+        without assuming independent streams. Prefixes that were never observed get no node. Raises
+        ConfigError for a size outside 1..MAX_NODES or a negative count.
         """
         if not 1 <= size <= MAX_NODES:
             raise ConfigError(f"a draft tree has 1..{MAX_NODES} nodes, {size} were requested")
         prefixes: Counter[Ranks] = Counter()
         for path, times in observed.items():
             if times < 0:
-                raise ConfigError(f"path {list(path)} was observed {times} times, expected 0 or more")
+                raise ConfigError(
+                    f"path {list(path)} was observed {times} times, expected 0 or more"
+                )
             for d in range(1, len(path) + 1):
                 prefixes[path[:d]] += times
-        best = sorted((p for p, times in prefixes.items() if times), key=lambda p: (-prefixes[p], len(p), p))
+        best = sorted(
+            (p for p, times in prefixes.items() if times), key=lambda p: (-prefixes[p], len(p), p)
+        )
         return cls.of(best[: size - 1])
 
     @classmethod
     def parse(cls, spec: str) -> Self:
-        """A tree in one of the FORMS, or from a file with one. Raises ConfigError, which lists them."""
+        """A tree in one of the FORMS, or from a file with one.
+
+        Raises ConfigError, which lists them.
+        """
         text = spec.strip()
         if not text.startswith(STARTS):
             try:
@@ -120,33 +136,48 @@ class Tree:
             except UnicodeDecodeError as error:
                 raise ConfigError(f"tree file {text[:200]} is not UTF-8 text") from error
             except (OSError, ValueError) as error:  # no such file, or no possible name of one
-                raise ConfigError(f"tree {text[:200]!r}: expected {FORMS}, or a file that holds one") from error
+                raise ConfigError(
+                    f"tree {text[:200]!r}: expected {FORMS}, or a file that holds one"
+                ) from error
             if not content.startswith(STARTS):  # nor does a file name another: it could name itself
-                raise ConfigError(f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}")
+                raise ConfigError(
+                    f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}"
+                )
             text = content
         if text.startswith("["):
             try:
                 return cls.of(_paths(json.loads(text)))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"tree {text[:60]!r} is not a JSON list of rank paths: {error}") from error
+                raise ConfigError(
+                    f"tree {text[:60]!r} is not a JSON list of rank paths: {error}"
+                ) from error
         if found := re.fullmatch(f"chain:{_SIZE}", text, re.ASCII):
             return cls.chain(int(found[1]))
         if found := re.fullmatch(f"full:k={_SIZE},depth={_SIZE}", text, re.ASCII):
             return cls.full(int(found[1]), int(found[2]))
         if found := re.fullmatch(f"full:depth={_SIZE},k={_SIZE}", text, re.ASCII):
             return cls.full(int(found[2]), int(found[1]))
-        raise ConfigError(f"tree {text[:60]!r}: expected {FORMS}, with numbers that make 1..{MAX_NODES} nodes")
+        raise ConfigError(
+            f"tree {text[:60]!r}: expected {FORMS}, with numbers that make 1..{MAX_NODES} nodes"
+        )
 
     def check(self, gamma: int, k: int) -> None:
         """Raise ConfigError unless γ streams with k candidates each can fill the tree."""
         if self.depth > gamma:
-            raise ConfigError(f"the tree is {self.depth} deep but there are only γ = {gamma} streams")
+            raise ConfigError(
+                f"the tree is {self.depth} deep but there are only γ = {gamma} streams"
+            )
         if self.width > k:
-            raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k} (0..{k - 1})")
+            raise ConfigError(
+                f"the tree uses candidate {self.width - 1} but streams have k = {k} (0..{k - 1})"
+            )
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """The tree that ``to_json`` wrote. Raises ConfigError, also for paths that repeat or are out of order."""
+        """The tree that ``to_json`` wrote.
+
+        Raises ConfigError, also for paths that repeat or are out of order.
+        """
         return cls(((), *map(tuple, _paths(value))))
 
     def to_json(self) -> list[list[int]]:
@@ -175,7 +206,10 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every depth has one node. The nodes of an accepted path are then the first ones."""
+        """Whether every depth has one node.
+
+        The nodes of an accepted path are then the first ones.
+        """
         return self.size == self.emitted
 
     @cached_property
@@ -195,15 +229,25 @@ class Tree:
     @cached_property
     def path_table(self) -> tuple[tuple[int, ...], ...]:
         """[T, A] node indices from the root to each node, padded with the node itself."""
-        return tuple(tuple(self._index[path[: min(d, len(path))]] for d in range(self.emitted)) for path in self.paths)
+        return tuple(
+            tuple(self._index[path[: min(d, len(path))]] for d in range(self.emitted))
+            for path in self.paths
+        )
 
     @cached_property
     def ancestors(self) -> tuple[tuple[bool, ...], ...]:
-        """[T, T], true in row i for node i and its ancestors: the tree's part of the mask (2402.11131 eq. 4)."""
-        return tuple(tuple(j in path for j in range(self.size)) for path in map(set, self.path_table))
+        """[T, T], true in row i for node i and its ancestors: the tree's part of the mask
+        (2402.11131 eq. 4).
+        """
+        return tuple(
+            tuple(j in path for j in range(self.size)) for path in map(set, self.path_table)
+        )
 
     def draft_indices(self, k: int) -> tuple[int, ...]:
-        """[T] index of each node's token in ``concat(root, drafts[γ, k] row by row)``. ConfigError if k < width."""
+        """[T] index of each node's token in ``concat(root, drafts[γ, k] row by row)``.
+
+        ConfigError if k < width.
+        """
         if k < self.width:
             raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k}")
         return tuple(0 if not path else 1 + (len(path) - 1) * k + path[-1] for path in self.paths)
@@ -211,7 +255,9 @@ class Tree:
 
 def count_paths(answers: Sequence[AnswerRanks]) -> Counter[Ranks]:
     """How often each rank path occurred, cut before the first MISS: see Tree.from_counts."""
-    return Counter(tuple(takewhile(lambda rank: rank < MISS, row)) for answer in answers for row in answer)
+    return Counter(
+        tuple(takewhile(lambda rank: rank < MISS, row)) for answer in answers for row in answer
+    )
 
 
 def tokens_per_step(answers: Sequence[AnswerRanks], tree: Tree) -> float:
@@ -219,7 +265,8 @@ def tokens_per_step(answers: Sequence[AnswerRanks], tree: Tree) -> float:
     known = set(tree.paths)
     emitted = steps = 0
     for answer in answers:
-        at, last = 0, len(answer) - 1
+        at = 0
+        last = len(answer) - 1
         while at < last:
             depth = max(d for d in range(tree.depth + 1) if tuple(answer[at][:d]) in known)
             taken = min(depth + 1, last - at)

@@ -1,4 +1,6 @@
-"""What all tests share: one thread, no network, hypothesis without deadlines, no skips under CI but those allowed."""
+"""What all tests share: one thread, no network, hypothesis without deadlines, no skips under CI but
+those allowed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from xdist.scheduler import LoadFileScheduling  # noqa: E402
 from tests import once  # noqa: E402
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: E402, F401
 
-# Timing is never asserted: a loaded machine must not fail a test. CI draws the same examples every time.
+# Timing is never asserted: a loaded machine must not fail a test. CI draws the same examples every
+# time.
 settings.register_profile("local", deadline=None, max_examples=60)
 settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -38,8 +41,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 FIRST = ("export", "fuzz", "soak", "train")
 """Folders whose tests take longest."""
 TOGETHER = "executorch"
-"""The folder, here and there, whose tests share programs that take minutes to make: one process runs them all, so that
-no other waits for it."""
+"""The folder, here and there, whose tests share programs that take minutes to make: one process
+runs them all, so that no other waits for it.
+"""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
@@ -65,7 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From now on no search for garbage goes over the loaded modules: five in an export took a third of its time."""
+    """From now on no search for garbage goes over the loaded modules: five in an export took a
+    third of its time.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()

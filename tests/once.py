@@ -1,4 +1,6 @@
-"""What is expensive to make (exports, conversions) is made once in a test run and shared by all of its processes."""
+"""What is expensive to make (exports, conversions) is made once in a test run and shared by all of
+its processes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pathlib import Path
 from filelock import FileLock
 
 VARIABLE = "SSDEVICE_TESTS_FOLDER"
-"""Names the folder of the run; tests/conftest.py makes it, and removes it after the last process has ended."""
+"""Names the folder of the run; tests/conftest.py makes it, and removes it after the last process
+has ended.
+"""
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
@@ -26,7 +30,9 @@ def folder() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], object]) -> Path:
-    """The path ``name`` below the folder of the run, which ``make(path)`` writes if no process has done so yet."""
+    """The path ``name`` below the folder of the run, which ``make(path)`` writes if no process has
+    done so yet.
+    """
     place = folder() / name
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock"):

@@ -1,4 +1,5 @@
-"""Under CI a skip is an error unless its reason is listed here: else a package that fails to import passes in green.
+"""Under CI a skip is an error unless its reason is listed here: else a package that fails to import
+passes in green.
 
 A pytest plugin; tests/conftest.py takes it in. ``CI`` set in the environment means CI.
 """
@@ -28,18 +29,24 @@ ALLOWED = {
     r"no named pipes here|no fork here": "Windows has none",
     r"needs \d+ GiB of disk": "a large model is written for the length of one slow test",
 }
-"""Reasons (patterns of the whole text), and why each can hold on a machine that is set up as it should be."""
+"""Reasons (patterns of the whole text), and why each can hold on a machine that is set up as it
+should be.
+"""
 
 
 def complaint(reason: str) -> str | None:
     """What is wrong with a skip for this reason on this machine; None: nothing."""
-    if not os.environ.get("CI") or any(re.fullmatch(pattern, reason, re.DOTALL) for pattern in ALLOWED):
+    if not os.environ.get("CI") or any(
+        re.fullmatch(pattern, reason, re.DOTALL) for pattern in ALLOWED
+    ):
         return None
     return f"skipped under CI: {reason!r} is not among the reasons that tests/skips.py allows"
 
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str | None:
-    """Why a test or a module was skipped; None where it was not, or where it failed as expected (xfail)."""
+    """Why a test or a module was skipped; None where it was not, or where it failed as expected
+    (xfail).
+    """
     if not report.skipped or hasattr(report, "wasxfail"):
         return None
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -50,7 +57,8 @@ def judge(report: pytest.TestReport | pytest.CollectReport) -> None:
     """Make a failure of a skip that is not allowed."""
     reason = reason_of(report)
     if reason is not None and (wrong := complaint(reason)):
-        report.outcome, report.longrepr = "failed", wrong
+        report.outcome = "failed"
+        report.longrepr = wrong
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,4 +1,6 @@
-"""The documents are true: their commands parse, the README's chain and snippet run, links and files exist."""
+"""The documents are true: their commands parse, the README's chain and snippet run, links and files
+exist.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ssdevice import cli
 from tests.documents import ROOT, blocks, commands, commands_of, documents, inline
 
 OPTION = r"(?<![\w-])--[a-z][a-z-]*"
-FOLDERS = ("ssdevice", "export", "runtime", "peers", "tests", "models", "docs", "apps")
+FOLDERS = ("ssdevice", "export", "runtime", "tests", "models", "docs", "apps")
 CHOSEN = re.compile(r"/[A-Z]{2,}\b.*")
 
 
@@ -56,10 +58,14 @@ def test_commands_are_understood(document: Path, capsys: pytest.CaptureFixture[s
         try:
             assert cli.main(command) == 0
         except SystemExit:
-            pytest.fail(f"{document.name}: ssdevice {shlex.join(command)}: {capsys.readouterr().err}")
+            pytest.fail(
+                f"{document.name}: ssdevice {shlex.join(command)}: {capsys.readouterr().err}"
+            )
 
 
-def test_options_exist_where_the_text_names_them(document: Path, options: dict[str, set[str]]) -> None:
+def test_options_exist_where_the_text_names_them(
+    document: Path, options: dict[str, set[str]]
+) -> None:
     for code in inline(document):
         words = code.split()
         if words[0] == "ssdevice" and len(words) > 1 and not words[1].startswith("--"):
@@ -80,11 +86,17 @@ def test_links_lead_somewhere(document: Path) -> None:
             continue  # on the web
         found = document.parent / path if path else document
         assert found.exists(), f"{document.name} links to {target}, which does not exist"
-        assert not anchor or anchor in anchors(found), f"{document.name} links to {target}: no such heading"
+        assert not anchor or anchor in anchors(found), (
+            f"{document.name} links to {target}: no such heading"
+        )
 
 
 def test_files_named_in_the_text_exist(document: Path) -> None:
-    named = [code for code in inline(document) if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*", code)]
+    named = [
+        code
+        for code in inline(document)
+        if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*", code)
+    ]
     # A name in capitals is for the reader to choose: the folder that it goes into must exist.
     missing = [code for code in named if not (ROOT / CHOSEN.sub("", code)).exists()]
     assert not missing, f"{document.name} names what does not exist: {missing}"
@@ -102,23 +114,35 @@ def test_the_code_that_the_page_of_the_papers_names_is_there() -> None:
 
 
 def test_speed_ups_of_the_readme_have_a_source() -> None:
-    """Each speed-up with an interval is in a page of docs, with the same interval and so with its command."""
+    """Each speed-up with an interval is in a page of docs, with the same interval and so with its
+    command.
+    """
     interval = re.compile(r"(\d+\.\d+)x?\*{0,2}(?: genai)? \((\d+\.\d+)(?: to |\.\.)(\d+\.\d+)")
-    measured = {found for page in (ROOT / "docs").glob("*.md") for found in interval.findall(page.read_text("utf-8"))}
+    measured = {
+        found
+        for page in (ROOT / "docs").glob("*.md")
+        for found in interval.findall(page.read_text("utf-8"))
+    }
     claimed = interval.findall((ROOT / "README.md").read_text("utf-8"))
     assert len(claimed) >= 10
-    assert not set(claimed) - measured, f"no page of docs measures {sorted(set(claimed) - measured)}"
+    assert not set(claimed) - measured, (
+        f"no page of docs measures {sorted(set(claimed) - measured)}"
+    )
 
 
 CARDS = sorted((ROOT / "models" / "adapters").rglob("README.md"))
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: str(card.parent.relative_to(ROOT / "models" / "adapters")))
+@pytest.mark.parametrize(
+    "card", CARDS, ids=lambda card: str(card.parent.relative_to(ROOT / "models" / "adapters"))
+)
 def test_a_card_names_the_size_of_its_files(card: Path) -> None:
     """The first size in the row of the parameters, in MB, is that of the folder's own weights."""
     row = re.search(r"^\| parameters \|.*?(\d+\.\d) MB", card.read_text("utf-8"), re.MULTILINE)
     assert row, "no row of parameters"
-    own = sum(file.stat().st_size for file in card.parent.glob("*.safetensors") if not file.is_symlink())
+    own = sum(
+        file.stat().st_size for file in card.parent.glob("*.safetensors") if not file.is_symlink()
+    )
     assert float(row[1]) == pytest.approx(own / 1e6, abs=0.06)
 
 
@@ -130,18 +154,26 @@ def anchors(document: Path) -> set[str]:
 
 def test_make_targets_exist(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    for code in [*inline(document), *(line for block in blocks(document) for line in block.splitlines())]:
+    for code in [
+        *inline(document),
+        *(line for block in blocks(document) for line in block.splitlines()),
+    ]:
         if found := re.match(r"\s*make ((?:[A-Z]+=\S+ )*)([a-z][a-z0-9-]*)", code):
-            assert re.search(rf"^{found[2]}:", makefile, re.MULTILINE), f"{document.name}: no target: `{code}`"
+            assert re.search(rf"^{found[2]}:", makefile, re.MULTILINE), (
+                f"{document.name}: no target: `{code}`"
+            )
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder as the README assumes one: a base (tiny, with the shipped tokenizer), training and dev rows."""
+    """A folder as the README assumes one: a base (tiny, with the shipped tokenizer), training and
+    dev rows.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shipped, base = ROOT / "models" / "base-7m", tmp_path / "models" / "base-7m"
+    shipped = ROOT / "models" / "base-7m"
+    base = tmp_path / "models" / "base-7m"
     torch.manual_seed(0)
     known = json.loads((shipped / "config.json").read_text("utf-8"))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "head_dim": 8}
@@ -158,9 +190,17 @@ def place(tmp_path: Path) -> Path:
 def python(folder: Path, code: str, *arguments: str) -> str:
     """What a new interpreter prints that runs ``code`` in ``folder``."""
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", *arguments],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}",
+            *arguments,
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -193,7 +233,9 @@ def test_the_readme_goes_from_a_model_to_an_app(place: Path) -> None:
     chain = [command for block in blocks(readme, "sh", chapter) for command in commands_of(block)]
     assert [command[0] for command in chain[:3]] == ["train", "export", "run"]
     assert {"inspect", "bench", "verify", "bundle"} <= {command[0] for command in chain}
-    said = python(place, CHAIN, json.dumps([[*command, *LESS.get(command[0], [])] for command in chain]))
+    said = python(
+        place, CHAIN, json.dumps([[*command, *LESS.get(command[0], [])] for command in chain])
+    )
     assert "All decoding modes gave the same tokens" in said
     [snippet] = blocks(readme, "python", chapter)
     answer = python(place, snippet + "\nassert 'torch' not in sys.modules")

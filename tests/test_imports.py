@@ -12,17 +12,40 @@ import pytest
 from ssdevice.cli import COMMANDS
 
 HEAVY = (
-    "torch", "transformers", "peft", "coremltools", "executorch", "torchao", "coreai", "onnx", "onnxscript",
+    "torch",
+    "transformers",
+    "peft",
+    "coremltools",
+    "executorch",
+    "torchao",
+    "coreai",
+    "onnx",
+    "onnxscript",
     "matplotlib",
-)  # fmt: skip
-CORE = ("errors", "tree", "contract", "config", "bundle", "data", "cli", "mil.program", "runtime", "bench")
+)
+CORE = (
+    "errors",
+    "tree",
+    "contract",
+    "config",
+    "bundle",
+    "data",
+    "cli",
+    "mil.program",
+    "runtime",
+    "bench",
+)
 
 
 def loaded_by(repository: Path, code: str) -> set[str]:
     """Top-level modules in memory after ``code`` has run in a fresh interpreter."""
     report = "import json, sys; print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{report}"], cwd=repository, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"{code}\n{report}"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return set(json.loads(done.stdout.splitlines()[-1]))
@@ -44,6 +67,14 @@ assert not code, code
 
 
 def test_help_loads_no_framework(repository: Path) -> None:
-    assert not loaded_by(repository, HELP.format(words=[])) & {*HEAVY, "onnxruntime", "numpy", "rich"}
-    # One interpreter for all commands: what one of them loads stays, and an interpreter costs more than a help.
-    assert not loaded_by(repository, "".join(HELP.format(words=[command]) for command in COMMANDS)) & set(HEAVY)
+    assert not loaded_by(repository, HELP.format(words=[])) & {
+        *HEAVY,
+        "onnxruntime",
+        "numpy",
+        "rich",
+    }
+    # One interpreter for all commands: what one of them loads stays, and an interpreter costs more
+    # than a help.
+    assert not loaded_by(
+        repository, "".join(HELP.format(words=[command]) for command in COMMANDS)
+    ) & set(HEAVY)

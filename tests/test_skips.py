@@ -30,14 +30,34 @@ def test_that_runs(): pass
 
 
 def run(repository: Path, folder: Path, ci: bool, *options: str) -> tuple[int, str]:
-    """Exit code and output of pytest over ``folder`` with the rule and nothing else of this repository."""
-    environment = {name: value for name, value in os.environ.items() if name != "CI" and "PYTEST" not in name}
+    """Exit code and output of pytest over ``folder`` with the rule and nothing else of this
+    repository.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CI" and "PYTEST" not in name
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.skips", "-p", "no:cacheprovider",
-         "-c", os.devnull, "--rootdir", str(folder), *options, str(folder)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.skips",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(folder),
+            *options,
+            str(folder),
+        ],
         env={**environment, "PYTHONPATH": str(repository), **({"CI": "1"} if ci else {})},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stdout
 
 
@@ -51,7 +71,9 @@ def test_a_skip_fails_under_ci_unless_it_is_allowed(repository: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.wide)])
-def test_a_module_that_turns_itself_off_fails_under_ci(repository: Path, tmp_path: Path, processes: int) -> None:
+def test_a_module_that_turns_itself_off_fails_under_ci(
+    repository: Path, tmp_path: Path, processes: int
+) -> None:
     (tmp_path / "test_broken.py").write_text(BROKEN_IMPORT)
     code, said = run(repository, tmp_path, True, "-n", str(processes))
     assert code not in (0, 5) and "could not import 'no_such_package'" in said, said

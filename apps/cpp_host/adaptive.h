@@ -1,4 +1,5 @@
-// Speculative decoding where it pays: runtime/adaptive.py in C++, which has the reasons for the numbers.
+// Speculative decoding where it pays: ssdevice/runtime/adaptive.py in C++, which has the reasons
+// for the numbers.
 #pragma once
 
 #include <cmath>
@@ -8,7 +9,8 @@
 
 #include "lookup.h"
 
-// Pauses steps while they emit fewer tokens than they cost in plain calls. It serves one answer after another and remembers what it learned.
+// Pauses steps while they emit fewer tokens than they cost in plain calls. It serves one answer
+// after another and remembers what it learned.
 class Adaptive {
  public:
   Lookup lookup;
@@ -35,7 +37,9 @@ class Adaptive {
     const double start = clock_();
     const Ids tokens = conversation.plain(last);
     time(0, start);
-    Ids& drafts = conversation.drafts;  // what follows its first tokens still fits, if that is what the model said
+    Ids& drafts =
+        conversation
+            .drafts;  // what follows its first tokens still fits, if that is what the model said
     std::copy(drafts.begin() + conversation.candidates, drafts.end(), drafts.begin());
     return tokens;
   }
@@ -53,12 +57,15 @@ class Adaptive {
     if (!price_) return tokens;
     const double paid = *price_ * drafts;
     lost_ = std::max(0.0, lost_ + 1 + paid - tokens.size());
-    if (steps_ > 1) judge(tokens.size(), drafts, paid);  // the first draft after a plain call is an old one
+    if (steps_ > 1)
+      judge(tokens.size(), drafts, paid);  // the first draft after a plain call is an old one
     return tokens;
   }
 
   // Plain calls that steps have saved since the last pause.
-  double won() const { return static_cast<double>(emitted_ - count_) - price_.value_or(0) * drafted_; }
+  double won() const {
+    return static_cast<double>(emitted_ - count_) - price_.value_or(0) * drafted_;
+  }
 
   void judge(size_t tokens, size_t drafts, double paid) {
     emitted_ += tokens, ++count_, drafted_ += drafts;
@@ -86,13 +93,15 @@ class Adaptive {
   static constexpr size_t kPairs = 32, kEnough = 4, kSteps = 3, kRarely = 256;
   static constexpr int kShort = 32, kProbe = 2;
   std::function<double()> clock_;
-  std::set<size_t> opened_;           // kinds of calls that were made; here and below, the drafts that it verifies
+  std::set<size_t>
+      opened_;  // kinds of calls that were made; here and below, the drafts that it verifies
   std::pair<size_t, double> before_;  // the last call's kind and seconds, 0 if it opened a graph
   std::deque<double> prices_;         // of drafts, by neighbouring calls
-  std::optional<double> price_;       // of a draft, in plain calls, none: not known yet; a step costs one plus this
-  size_t emitted_ = 8, count_ = 0;    // tokens and steps since the last pause
-  size_t drafted_ = 0;                // drafts of these steps
-  double lost_ = 0;                   // plain calls that they have lost since their best moment
-  size_t steps_ = 0;                  // since the last plain call
-  int paused_ = 0, probes_ = 0;       // plain calls to make from now on
+  std::optional<double>
+      price_;  // of a draft, in plain calls, none: not known yet; a step costs one plus this
+  size_t emitted_ = 8, count_ = 0;  // tokens and steps since the last pause
+  size_t drafted_ = 0;              // drafts of these steps
+  double lost_ = 0;                 // plain calls that they have lost since their best moment
+  size_t steps_ = 0;                // since the last plain call
+  int paused_ = 0, probes_ = 0;     // plain calls to make from now on
 };

@@ -1,5 +1,6 @@
-// A bundle's folder. Nothing in it is used before its manifest, names, sizes and hashes are checked, as ssdevice/bundle does in
-// Python: it is assumed to come from someone hostile. Keep it where only its user can write.
+// A bundle's folder. Nothing in it is used before its manifest, names, sizes and hashes are
+// checked, as ssdevice/bundle does in Python: it is assumed to come from someone hostile. Keep it
+// where only its user can write.
 #pragma once
 
 #include <filesystem>
@@ -35,7 +36,9 @@ class Bundle {
 
   const Geometry& geometry() const { return geometry_; }
   bool streams() const { return !manifest_.at("mode").is_null(); }
-  bool quantized() const { return manifest_.at("precision") == "int8" || manifest_.at("precision") == "int4"; }
+  bool quantized() const {
+    return manifest_.at("precision") == "int8" || manifest_.at("precision") == "int4";
+  }
   bool has(const std::string& function) const { return functions_.count(function); }
 
   // What the model's generation_config.json recommends, at temperature 1 where it names none.
@@ -46,13 +49,16 @@ class Bundle {
     return found;
   }
 
-  bool recommends() const { return manifest_.contains("sampling") && !manifest_.at("sampling").is_null(); }
+  bool recommends() const {
+    return manifest_.contains("sampling") && !manifest_.at("sampling").is_null();
+  }
 
   // The tokens that end an answer.
   Ids stops() const {
     Ids ids;
     for (const Json& id : manifest_.at("chat").at("stop_ids")) {
-      if (id < 0 || id > std::numeric_limits<int32_t>::max()) throw Error("chat.stop_ids: " + id.dump() + " is no token id");
+      if (id < 0 || id > std::numeric_limits<int32_t>::max())
+        throw Error("chat.stop_ids: " + id.dump() + " is no token id");
       ids.push_back(id);
     }
     return ids;
@@ -76,24 +82,30 @@ class Bundle {
   // The file with a role, such as the graph of a function of the contract, which the bundle `has`.
   fs::path file(const std::string& role) const {
     const std::string path = manifest_.value("roles", Json::object()).value(role, role);
-    if (!manifest_.at("files").contains(path)) throw Error(folder_.string() + ": there is no file " + safe(path));
+    if (!manifest_.at("files").contains(path))
+      throw Error(folder_.string() + ": there is no file " + safe(path));
     return folder_ / path;
   }
 
  private:
-  static constexpr auto kManifest = "manifest.json", kSignature = "manifest.json.sig", kPhrases = "phrases";
+  static constexpr auto kManifest = "manifest.json", kSignature = "manifest.json.sig",
+                        kPhrases = "phrases";
   static constexpr size_t kMostFiles = 4096;
   static constexpr uintmax_t kMostManifestBytes = 4 << 20;
 
   static fs::path checked(const fs::path& folder) {
-    if (!fs::is_directory(folder)) throw Error(folder.string() + ": no such bundle, which is a folder");
+    if (!fs::is_directory(folder))
+      throw Error(folder.string() + ": no such bundle, which is a folder");
     return fs::canonical(folder);
   }
 
-  [[noreturn]] void refuse(const std::string& why) const { throw Error((folder_ / kManifest).string() + ": " + why); }
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw Error((folder_ / kManifest).string() + ": " + why);
+  }
 
   Type type_of(const std::string& name) const {
-    const std::map<std::string, Type> types{{"int32", kInt32}, {"float32", kFloat}, {"float16", kHalf}};
+    const std::map<std::string, Type> types{
+        {"int32", kInt32}, {"float32", kFloat}, {"float16", kHalf}};
     const auto found = types.find(name);
     if (found == types.end()) refuse("this host knows no tensors of " + safe(name));
     return found->second;
@@ -103,12 +115,15 @@ class Bundle {
   std::map<std::string, uintmax_t> list_files() const {
     std::map<std::string, uintmax_t> found;
     size_t seen = 0;
-    for (auto entry = fs::recursive_directory_iterator(folder_); entry != fs::recursive_directory_iterator(); ++entry) {
+    for (auto entry = fs::recursive_directory_iterator(folder_);
+         entry != fs::recursive_directory_iterator(); ++entry) {
       const std::string path = entry->path().lexically_relative(folder_).generic_string();
       const fs::file_status status = entry->symlink_status();
-      if (++seen > 2 * kMostFiles || entry.depth() > 15) throw Error(folder_.string() + ": too many files and folders");
+      if (++seen > 2 * kMostFiles || entry.depth() > 15)
+        throw Error(folder_.string() + ": too many files and folders");
       if (fs::is_directory(status)) continue;
-      if (!fs::is_regular_file(status)) throw Error(folder_.string() + ": " + safe(path) + " is not a plain file");
+      if (!fs::is_regular_file(status))
+        throw Error(folder_.string() + ": " + safe(path) + " is not a plain file");
       found[path] = entry->file_size();
     }
     return found;
@@ -117,12 +132,15 @@ class Bundle {
   Json read_manifest() const {
     const auto file = files_.find(kManifest);
     if (file == files_.end()) refuse("there is no such file");
-    if (file->second > kMostManifestBytes) refuse("more than " + std::to_string(kMostManifestBytes) + " bytes");
+    if (file->second > kMostManifestBytes)
+      refuse("more than " + std::to_string(kMostManifestBytes) + " bytes");
     std::ifstream stream(folder_ / kManifest, std::ios::binary);
-    const std::string text{std::istreambuf_iterator<char>(stream), {}}, where = (folder_ / kManifest).string();
+    const std::string text{std::istreambuf_iterator<char>(stream), {}},
+        where = (folder_ / kManifest).string();
     const Json manifest = parse_strict(text, where);
     Schema(Json::parse(kManifestSchema)).check(manifest, where);
-    if (manifest.at("target") != "onnx" || manifest.at("cache") != "rows") refuse("a bundle of another target than onnx");
+    if (manifest.at("target") != "onnx" || manifest.at("cache") != "rows")
+      refuse("a bundle of another target than onnx");
     return manifest;
   }
 
@@ -132,7 +150,8 @@ class Bundle {
       for (const Json& tensor : spec.at(key)) {
         Shape shape;
         for (const Json& size : tensor.at("shape")) {
-          if (size.is_string() && size != "past") refuse("functions: a tensor has the unknown size " + safe(size));
+          if (size.is_string() && size != "past")
+            refuse("functions: a tensor has the unknown size " + safe(size));
           shape.push_back(size.is_string() ? kPast : size.get<int64_t>());
         }
         made.push_back({tensor.at("name"), shape, type_of(tensor.at("dtype"))});
@@ -147,7 +166,8 @@ class Bundle {
     const Json& model = manifest_.at("model");
     const int64_t msa_layers = manifest_.at("msa_layers");
     const int64_t layers = model.at("layers");  // the geometry also has those that draft
-    if (layers > geometry_.layers || (layers < geometry_.layers && !streams()) || model.at("vocab") != geometry_.vocab) {
+    if (layers > geometry_.layers || (layers < geometry_.layers && !streams()) ||
+        model.at("vocab") != geometry_.vocab) {
       refuse("model and geometry have other layers or vocabularies");
     }
     if ((streams() && !geometry_.gamma) || (msa_layers && !streams()) || msa_layers >= layers) {
@@ -155,9 +175,11 @@ class Bundle {
     }
     const Json sampling = manifest_.value("sampling", Json());
     for (const auto& [name, value] : sampling.items()) {
-      if (value.is_number_float() && !(value >= 0 && value <= 100)) refuse("sampling: " + safe(name) + " is not 0 to 100");
+      if (value.is_number_float() && !(value >= 0 && value <= 100))
+        refuse("sampling: " + safe(name) + " is not 0 to 100");
     }
-    if (geometry_.hidden && geometry_.hidden != model.at("hidden_size")) refuse("model and geometry have other hidden sizes");
+    if (geometry_.hidden && geometry_.hidden != model.at("hidden_size"))
+      refuse("model and geometry have other hidden sizes");
     std::vector<std::string> names, ordered;
     for (const Json& spec : manifest_.at("functions")) {
       names.push_back(spec.at("name"));
@@ -168,18 +190,25 @@ class Bundle {
     }
     for (const char* name : kFunctions) {
       const bool chooses = name == kVerify || name == kVerifyPlain || name == kDraft;
-      if (has(name) && (geometry_.hidden || !chooses) && (geometry_.few || name != kStepShort)) ordered.emplace_back(name);
+      if (has(name) && (geometry_.hidden || !chooses) && (geometry_.few || name != kStepShort))
+        ordered.emplace_back(name);
     }
-    if (names != ordered || !has(kPrefill) || !(has(kStep) || has(kPlain)) || (has(kStep) && !geometry_.gamma)) {
-      refuse("functions: expected prefill, and step (with streams) or step_plain, in the contract's order");
+    if (names != ordered || !has(kPrefill) || !(has(kStep) || has(kPlain)) ||
+        (has(kStep) && !geometry_.gamma)) {
+      refuse(
+          "functions: expected prefill, and step (with streams) or step_plain, in the contract's "
+          "order");
     }
-    if (streams() && has(kVerify) != has(kDraft)) refuse("functions: verify and draft need each other");
+    if (streams() && has(kVerify) != has(kDraft))
+      refuse("functions: verify and draft need each other");
   }
 
   // Frames or a template must make the text of a conversation, also for hosts that get token ids.
   void check_chat() const {
     const Json chat = manifest_.at("chat"), frames = chat.value("frames", Json());
-    const auto framed = [&](const char* role) { return !frames.is_null() && !frames.value(role, Json()).is_null(); };
+    const auto framed = [&](const char* role) {
+      return !frames.is_null() && !frames.value(role, Json()).is_null();
+    };
     if (chat.at("template").is_null() && !(framed("user") && framed("assistant"))) {
       refuse("chat: no template, and no frames of whole conversations");
     }
@@ -188,44 +217,55 @@ class Bundle {
   void check_app() const {
     const Json& app = manifest_.at("apps").at(0);
     const std::string name = app.at("name");
-    const auto empty = [&](const char* key) { return !app.contains(key) || app.at(key).is_null() || app.at(key).empty(); };
+    const auto empty = [&](const char* key) {
+      return !app.contains(key) || app.at(key).is_null() || app.at(key).empty();
+    };
     const bool merged = app.at("kind") == "merged";
-    if (manifest_.at("apps").size() > 1 || !(merged || app.at("kind") == "base") || !empty("files") || !empty("functions") ||
-        !empty("folder")) {
-      refuse("app " + safe(name) + " is not merged into the graphs: this host runs bundles of one app");
+    if (manifest_.at("apps").size() > 1 || !(merged || app.at("kind") == "base") ||
+        !empty("files") || !empty("functions") || !empty("folder")) {
+      refuse("app " + safe(name) +
+             " is not merged into the graphs: this host runs bundles of one app");
     }
     if (manifest_.at("default_app") != name) refuse("default_app is not one of the apps");
-    if (app.at("base_sha256") != manifest_.at("model").at("sha256")) refuse("app " + safe(name) + " is for another base");
+    if (app.at("base_sha256") != manifest_.at("model").at("sha256"))
+      refuse("app " + safe(name) + " is for another base");
     if (merged && !empty("mode") && app.at("mode") != manifest_.at("mode")) {
       refuse("app " + safe(name) + " has another mode than the bundle");
     }
   }
 
-  // What a folder holds must be what the manifest lists, under names that are safe and distinct on every file system.
+  // What a folder holds must be what the manifest lists, under names that are safe and distinct on
+  // every file system.
   void check_files() const {
     const Json& listed = manifest_.at("files");
     Names folders, seen{kManifest, kSignature};
     for (const auto& [path, entry] : listed.items()) {
-      for (size_t at = path.find('/'); at != std::string::npos; at = path.find('/', at + 1)) folders.insert(path.substr(0, at));
+      for (size_t at = path.find('/'); at != std::string::npos; at = path.find('/', at + 1))
+        folders.insert(path.substr(0, at));
       for (const fs::path& part : fs::path(path)) {
-        if (is_device(lower(part.string()))) refuse("files: Windows reserves a name in " + safe(path));
+        if (is_device(lower(part.string())))
+          refuse("files: Windows reserves a name in " + safe(path));
       }
-      if (!seen.insert(lower(path)).second) refuse("files: " + safe(path) + " appears twice, or is reserved");
+      if (!seen.insert(lower(path)).second)
+        refuse("files: " + safe(path) + " appears twice, or is reserved");
       const auto found = files_.find(path);
       if (found == files_.end()) throw Error((folder_ / path).string() + ": there is no such file");
       if (found->second != entry.at("size")) {
-        throw Error((folder_ / path).string() + " has " + std::to_string(found->second) + " bytes, " + kManifest + " says " +
-                    entry.at("size").dump());
+        throw Error((folder_ / path).string() + " has " + std::to_string(found->second) +
+                    " bytes, " + kManifest + " says " + entry.at("size").dump());
       }
     }
     for (const std::string& folder : folders) {
-      if (!seen.insert(lower(folder)).second) refuse("files: " + safe(folder) + " is a folder, too");
+      if (!seen.insert(lower(folder)).second)
+        refuse("files: " + safe(folder) + " is a folder, too");
     }
     for (const auto& [path, size] : files_) {
-      if (path != kManifest && path != kSignature && !listed.contains(path)) refuse(safe(path) + " is not listed; remove it");
+      if (path != kManifest && path != kSignature && !listed.contains(path))
+        refuse(safe(path) + " is not listed; remove it");
     }
     for (const Json& path : manifest_.value("roles", Json::object())) {
-      if (!listed.contains(path) && !folders.count(path)) refuse("roles: " + safe(path) + " is not in files");
+      if (!listed.contains(path) && !folders.count(path))
+        refuse("roles: " + safe(path) + " is not in files");
     }
   }
 
@@ -238,14 +278,16 @@ class Bundle {
         hash.update(reinterpret_cast<const unsigned char*>(piece.data()), stream.gcount());
       }
       if (hash.digits() != entry.at("sha256")) {
-        throw Error((folder_ / path).string() + " is damaged: its sha256 is not the one in " + kManifest);
+        throw Error((folder_ / path).string() + " is damaged: its sha256 is not the one in " +
+                    kManifest);
       }
     }
   }
 
   static bool is_device(const std::string& name) {
     const std::string stem = name.substr(0, name.find('.')), kind = stem.substr(0, 3);
-    if (stem.size() == 4) return (kind == "com" || kind == "lpt") && stem[3] >= '0' && stem[3] <= '9';
+    if (stem.size() == 4)
+      return (kind == "com" || kind == "lpt") && stem[3] >= '0' && stem[3] <= '9';
     return stem == "con" || stem == "prn" || stem == "aux" || stem == "nul";
   }
 

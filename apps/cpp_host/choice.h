@@ -1,4 +1,5 @@
-// The choice of a token from a row of logits, with what changes them before: runtime/sampling/choice.py in C++.
+// The choice of a token from a row of logits, with what changes them before:
+// ssdevice/runtime/sampling/choice.py in C++.
 #pragma once
 
 #include "processors.h"
@@ -7,19 +8,25 @@
 class Chooser {
  public:
   Chooser(const Sampling& sampling, const Ids& prompt, const Ids& stops, int64_t vocab)
-      : s_(sampling), vocab_(vocab), position_(prompt.size()), process_(sampling, prompt, stops, vocab) {
+      : s_(sampling),
+        vocab_(vocab),
+        position_(prompt.size()),
+        process_(sampling, prompt, stops, vocab) {
     for (const auto& entry : s_.logit_bias) check(entry.first);
-    for (const Ids* ids : {&s_.suppress, &s_.begin_suppress}) std::for_each(ids->begin(), ids->end(), [&](int32_t id) { check(id); });
-    for (const Ids& word : s_.bad_words) std::for_each(word.begin(), word.end(), [&](int32_t id) { check(id); });
+    for (const Ids* ids : {&s_.suppress, &s_.begin_suppress})
+      std::for_each(ids->begin(), ids->end(), [&](int32_t id) { check(id); });
+    for (const Ids& word : s_.bad_words)
+      std::for_each(word.begin(), word.end(), [&](int32_t id) { check(id); });
   }
 
-  // The token after the text so far, which it then belongs to. Changes the logits. Throws an Error for logits that are not numbers,
-  // and if every token is forbidden.
+  // The token after the text so far, which it then belongs to. Changes the logits. Throws an Error
+  // for logits that are not numbers, and if every token is forbidden.
   int32_t operator()(float* logits) {
     process_(logits);
     const int32_t token = sampler_(logits, vocab_, s_, position_);
     if (token == Sampler::kNoNumbers) throw Error("the model returned logits that are not numbers");
-    if (token == Sampler::kNoToken) throw Error("the request forbids every token that the model could choose");
+    if (token == Sampler::kNoToken)
+      throw Error("the request forbids every token that the model could choose");
     process_.accept(token);
     ++position_;
     return token;
@@ -30,7 +37,9 @@ class Chooser {
 
  private:
   void check(int32_t id) const {
-    if (id < 0 || id >= vocab_) throw Error("token " + std::to_string(id) + " is not one of the model's " + std::to_string(vocab_));
+    if (id < 0 || id >= vocab_)
+      throw Error("token " + std::to_string(id) + " is not one of the model's " +
+                  std::to_string(vocab_));
   }
 
   const Sampling& s_;

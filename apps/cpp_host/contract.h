@@ -1,4 +1,5 @@
-// The constants of an export, and the tensors of the graphs that follow from them: ssdevice/contract.py in C++.
+// The constants of an export, and the tensors of the graphs that follow from them:
+// ssdevice/contract.py in C++.
 #pragma once
 
 #include <onnxruntime_c_api.h>
@@ -9,11 +10,15 @@ using Names = std::set<std::string>;
 using Shape = std::vector<int64_t>;
 using Type = ONNXTensorElementDataType;
 
-constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT,
+               kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain", kStepShort = "step_short";
-constexpr auto kVerify = "verify", kVerifyPlain = "verify_plain", kDraft = "draft";  // for hosts that choose tokens
-inline constexpr auto kFunctions = {kStep, kPrefill, kPlain, kStepShort, kVerify, kVerifyPlain, kDraft};  // in the order of manifests
+constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain",
+               kStepShort = "step_short";
+constexpr auto kVerify = "verify", kVerifyPlain = "verify_plain",
+               kDraft = "draft";  // for hosts that choose tokens
+inline constexpr auto kFunctions = {kStep,   kPrefill,     kPlain, kStepShort,
+                                    kVerify, kVerifyPlain, kDraft};  // in the order of manifests
 constexpr int64_t kPast = -1;  // in a shape: the number of rows that the graph is shown
 
 constexpr int64_t bytes_of(Type type) { return type == kHalf ? 2 : 4; }
@@ -46,17 +51,20 @@ struct Function {
   }
 };
 
-// `emitted`: the most tokens of a step. `hidden`: elements of a state, 0 without functions for hosts that choose tokens. `few`: drafts
-// that a short step verifies, 0 without it.
+// `emitted`: the most tokens of a step. `hidden`: elements of a state, 0 without functions for
+// hosts that choose tokens. `few`: drafts that a short step verifies, 0 without it.
 struct Geometry {
   int64_t layers, width, vocab, gamma, k, context, chunk, hidden, few, emitted;
-  Type type;                 // of the cache
-  std::vector<Shape> nodes;  // of the tree: the ranks of the drafts on the way to each, the root first
+  Type type;  // of the cache
+  std::vector<Shape>
+      nodes;  // of the tree: the ranks of the drafts on the way to each, the root first
 
-  // Throws an Error if the numbers of a manifest, whose bounds have been checked, contradict each other.
+  // Throws an Error if the numbers of a manifest, whose bounds have been checked, contradict each
+  // other.
   Geometry(const Json& numbers, Type cache_type) : type(cache_type) {
     const auto number = [&](const char* name) { return numbers.at(name).get<int64_t>(); };
-    layers = number("layers"), width = number("kv_heads") * number("head_dim"), vocab = number("vocab");
+    layers = number("layers"), width = number("kv_heads") * number("head_dim"),
+    vocab = number("vocab");
     gamma = number("gamma"), k = number("k"), context = number("context"), chunk = number("chunk");
     hidden = numbers.value("hidden", int64_t{0}), few = numbers.value("short", int64_t{0});
     const auto tree = numbers.at("tree").get<std::vector<Shape>>();
@@ -64,15 +72,18 @@ struct Geometry {
     Shape last;
     for (const Shape& path : tree) {  // breadth first, every node after its parent, none twice
       const bool next = std::make_pair(last.size(), last) < std::make_pair(path.size(), path);
-      if (!next || !known.count({path.begin(), path.end() - 1}) || *std::max_element(path.begin(), path.end()) >= k) {
-        throw Error("geometry.tree is no tree of " + std::to_string(k) + " candidates in breadth-first order");
+      if (!next || !known.count({path.begin(), path.end() - 1}) ||
+          *std::max_element(path.begin(), path.end()) >= k) {
+        throw Error("geometry.tree is no tree of " + std::to_string(k) +
+                    " candidates in breadth-first order");
       }
       known.insert(last = path);
     }
     nodes = tree;
     nodes.insert(nodes.begin(), Shape());
     emitted = static_cast<int64_t>(last.size()) + 1;
-    if (emitted > gamma + 1 || k > vocab || context <= static_cast<int64_t>(known.size()) || (few && few + 1 >= emitted)) {
+    if (emitted > gamma + 1 || k > vocab || context <= static_cast<int64_t>(known.size()) ||
+        (few && few + 1 >= emitted)) {
       throw Error("geometry: gamma, k, vocab, context, short and tree contradict each other");
     }
   }
@@ -86,7 +97,8 @@ struct Geometry {
   Function function(const std::string& name) const {
     Function made{name, {}, {}};
     const auto size = static_cast<int64_t>(nodes.size());
-    const TensorSpec root{"root", {1}, kInt32}, drafts{"drafts", {gamma, k}, kInt32}, length{"length", {1}, kInt32};
+    const TensorSpec root{"root", {1}, kInt32}, drafts{"drafts", {gamma, k}, kInt32},
+        length{"length", {1}, kInt32};
     const TensorSpec next{"next_drafts", {gamma, k}, kInt32};
     int64_t rows = 1;
     if (name == kStep || name == kStepShort) {

@@ -1,4 +1,5 @@
-// One KV cache and the contract's functions on it, which ssdevice/contract.py describes. runtime/conversation.py is the same in Python.
+// One KV cache and the contract's functions on it, which ssdevice/contract.py describes.
+// ssdevice/runtime/conversation.py is the same in Python.
 #pragma once
 
 #include <chrono>
@@ -10,10 +11,12 @@
 #include "phrases.h"
 
 // Seconds on a clock that only goes on.
-inline double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+inline double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
-// A function of the contract. `ids`, `floats`: the elements of its inputs and outputs other than the cache, which the caller writes and
-// reads in place.
+// A function of the contract. `ids`, `floats`: the elements of its inputs and outputs other than
+// the cache, which the caller writes and reads in place.
 class Callable {
  public:
   std::map<std::string, Ids> ids;
@@ -28,8 +31,8 @@ class Callable {
   virtual void commit(int64_t length, const Ids& nodes) = 0;
 };
 
-// The functions of one app on one cache. `streams`: whether steps return drafts; otherwise all of them are the caller's, who may use
-// `phrases`.
+// The functions of one app on one cache. `streams`: whether steps return drafts; otherwise all of
+// them are the caller's, who may use `phrases`.
 class Engine {
  public:
   virtual ~Engine() = default;
@@ -40,10 +43,11 @@ class Engine {
   virtual std::unique_ptr<Callable> open(const std::string& function) = 0;
 };
 
-// `length`: committed rows; going back means lowering it. `text`: their tokens; what follows them is undefined. `drafts`: what the next
-// step verifies, `candidates` for each token; any ids may be written into it. `few`: how many tokens' a short step does, 0 without one;
-// `verified`: how many the last step did. `chooser`: chooses the tokens of `step` and `plain` from logits; without one the graphs do,
-// greedily. `call_seconds`: of the calls of `step` and `plain` inside the engine.
+// `length`: committed rows; going back means lowering it. `text`: their tokens; what follows them
+// is undefined. `drafts`: what the next step verifies, `candidates` for each token; any ids may be
+// written into it. `few`: how many tokens' a short step does, 0 without one; `verified`: how many
+// the last step did. `chooser`: chooses the tokens of `step` and `plain` from logits; without one
+// the graphs do, greedily. `call_seconds`: of the calls of `step` and `plain` inside the engine.
 class Conversation {
  public:
   const int64_t context, vocab;
@@ -81,10 +85,12 @@ class Conversation {
     return std::all_of(ids.begin(), ids.end(), [&](int32_t id) { return id >= 0 && id < vocab; });
   }
 
-  // How many tokens that a prompt begins with are committed. The last one must be computed, to predict the next.
+  // How many tokens that a prompt begins with are committed. The last one must be computed, to
+  // predict the next.
   int64_t shared(const Ids& prompt) const {
     const auto most = std::max<int64_t>(0, std::min<int64_t>(length, prompt.size() - 1));
-    return std::mismatch(prompt.begin(), prompt.begin() + most, text.begin()).first - prompt.begin();
+    return std::mismatch(prompt.begin(), prompt.begin() + most, text.begin()).first -
+           prompt.begin();
   }
 
   // Commits tokens of a prompt and returns the one that is likeliest after them.
@@ -104,8 +110,8 @@ class Conversation {
     return prefill.ids["next_root"][0];
   }
 
-  // The tokens after `last`: the accepted drafts and the token after them. Sets `drafts`. `brief`: verifies the first ones only, where the
-  // graphs choose.
+  // The tokens after `last`: the accepted drafts and the token after them. Sets `drafts`. `brief`:
+  // verifies the first ones only, where the graphs choose.
   Ids step(int32_t last, bool brief = false) {
     Callable& step = function(chooser ? kVerify : brief ? kStepShort : kStep);
     Ids& first_drafts = step.ids["drafts"];
@@ -123,12 +129,14 @@ class Conversation {
   Ids plain(int32_t last) {
     Callable& plain = function(chooser ? kVerifyPlain : kPlain);
     call(plain, last);
-    const Ids tokens = chooser ? Ids{(*chooser)(plain.floats["logits"].data())} : plain.ids["tokens"];
+    const Ids tokens =
+        chooser ? Ids{(*chooser)(plain.floats["logits"].data())} : plain.ids["tokens"];
     keep(plain, tokens, {0});
     return tokens;
   }
 
-  // Drafts a token `depth` places after the next one; the candidate that it replaces becomes the next best.
+  // Drafts a token `depth` places after the next one; the candidate that it replaces becomes the
+  // next best.
   void propose(size_t depth, int32_t token) {
     const auto begin = drafts.begin() + depth * candidates, end = begin + candidates;
     const auto place = std::find(begin, end, token);
@@ -160,23 +168,26 @@ class Conversation {
   static std::pair<Ids, Ids> accepted(Callable& step) {
     Ids tokens = step.ids["tokens"];
     const int32_t count = step.ids["count"][0];
-    if (count < 1 || count > static_cast<int32_t>(tokens.size())) throw Error("a graph returned an impossible count");
+    if (count < 1 || count > static_cast<int32_t>(tokens.size()))
+      throw Error("a graph returned an impossible count");
     tokens.resize(count);
     return {first(count), tokens};
   }
 
-  // The path through the tree of drafts from the root, and the tokens after its nodes: a child that holds the chosen token is entered,
-  // the lowest node first; where none does, the path ends.
+  // The path through the tree of drafts from the root, and the tokens after its nodes: a child that
+  // holds the chosen token is entered, the lowest node first; where none does, the path ends.
   std::pair<Ids, Ids> walk(Callable& verified) {
     Ids path{0}, tokens;
     for (;;) {
       const Shape& ranks = nodes_[path.back()];
       const int32_t token = (*chooser)(verified.floats["logits"].data() + path.back() * vocab);
       tokens.push_back(token);
-      const auto child = std::find_if(nodes_.begin() + path.back() + 1, nodes_.end(), [&](const Shape& node) {
-        return node.size() == ranks.size() + 1 && std::equal(ranks.begin(), ranks.end(), node.begin()) &&
-               drafts[ranks.size() * candidates + node.back()] == token;
-      });
+      const auto child =
+          std::find_if(nodes_.begin() + path.back() + 1, nodes_.end(), [&](const Shape& node) {
+            return node.size() == ranks.size() + 1 &&
+                   std::equal(ranks.begin(), ranks.end(), node.begin()) &&
+                   drafts[ranks.size() * candidates + node.back()] == token;
+          });
       if (child == nodes_.end()) return {path, tokens};
       path.push_back(static_cast<int32_t>(child - nodes_.begin()));
     }
@@ -186,18 +197,21 @@ class Conversation {
     Callable& draft = function(kDraft);
     std::vector<float>& state = draft.floats["last_state"];
     draft.ids["token"][0] = tokens.back();
-    std::copy_n(verified.floats["states"].begin() + path.back() * state.size(), state.size(), state.begin());
+    std::copy_n(verified.floats["states"].begin() + path.back() * state.size(), state.size(),
+                state.begin());
     run(draft, length + path.size());
     const Ids& next = draft.ids["next_drafts"];
     if (!knows(next)) throw Error("a graph returned a token that the model does not have");
     drafts = next;
   }
 
-  // Commits the rows of some nodes. A damaged graph may return anything, and ids are used as indices.
+  // Commits the rows of some nodes. A damaged graph may return anything, and ids are used as
+  // indices.
   void keep(Callable& function, const Ids& tokens, const Ids& nodes) {
     const auto found = function.ids.find("next_drafts");
     const Ids* next = found == function.ids.end() ? nullptr : &found->second;
-    if (!knows(tokens) || (next && !knows(*next))) throw Error("a graph returned a token that the model does not have");
+    if (!knows(tokens) || (next && !knows(*next)))
+      throw Error("a graph returned a token that the model does not have");
     if (next && next->size() == drafts.size()) drafts = *next;
     function.commit(length, nodes);
   }

@@ -1,9 +1,11 @@
-// The decoding loop: which calls it makes, and which of their tokens count. runtime/loop.py is the same in Python.
+// The decoding loop: which calls it makes, and which of their tokens count.
+// ssdevice/runtime/loop.py is the same in Python.
 #pragma once
 
 #include "adaptive.h"
 
-// Speculative decoding where it pays, always, never, and never but with the graph of a step, whose first token does not depend on drafts.
+// Speculative decoding where it pays, always, never, and never but with the graph of a step, whose
+// first token does not depend on drafts.
 enum class Mode { kAdaptive, kSpeculative, kPlain, kPlainStep };
 
 // The mode in place of one that needs functions which an engine does not have.
@@ -17,8 +19,10 @@ inline Mode possible(Mode wanted, bool has_step, bool has_plain) {
 // The functions that answers in a mode call, if the engine has them.
 inline std::vector<const char*> functions_for(Mode mode, bool chooses) {
   std::vector<const char*> found{kPrefill};
-  if (mode != Mode::kPlain) found.insert(found.end(), {chooses ? kVerify : kStep, chooses ? kDraft : kStep});
-  if (mode == Mode::kPlain || mode == Mode::kAdaptive) found.push_back(chooses ? kVerifyPlain : kPlain);
+  if (mode != Mode::kPlain)
+    found.insert(found.end(), {chooses ? kVerify : kStep, chooses ? kDraft : kStep});
+  if (mode == Mode::kPlain || mode == Mode::kAdaptive)
+    found.push_back(chooses ? kVerifyPlain : kPlain);
   if (mode == Mode::kAdaptive && !chooses) found.push_back(kStepShort);
   return found;
 }
@@ -32,7 +36,8 @@ inline Ids advance(Conversation& conversation, Adaptive& adaptive, Mode mode, in
   return tokens;
 }
 
-// The first tokens of the answer: prefill's, or where the host chooses, those of a call after the prompt's last.
+// The first tokens of the answer: prefill's, or where the host chooses, those of a call after the
+// prompt's last.
 inline Ids begin(Conversation& conversation, Adaptive& adaptive, Mode mode, const Ids& prompt) {
   adaptive.lookup.begin();
   conversation.length = conversation.shared(prompt);
@@ -48,9 +53,10 @@ struct Statistics {
   double seconds = 0, call_seconds = 0;
 };
 
-// The answer to a prompt, its stop token included. What the prompt begins with and the cache holds is not computed again.
-inline Ids decode(Conversation& conversation, Adaptive& adaptive, Mode mode, const Ids& prompt, const Ids& stops, int64_t max_tokens,
-                  Statistics& statistics) {
+// The answer to a prompt, its stop token included. What the prompt begins with and the cache holds
+// is not computed again.
+inline Ids decode(Conversation& conversation, Adaptive& adaptive, Mode mode, const Ids& prompt,
+                  const Ids& stops, int64_t max_tokens, Statistics& statistics) {
   Ids answer, run = begin(conversation, adaptive, mode, prompt);
   const auto start = static_cast<int64_t>(prompt.size());
   run.resize(std::min<size_t>(run.size(), std::min(max_tokens, conversation.context - start + 1)));
@@ -60,7 +66,8 @@ inline Ids decode(Conversation& conversation, Adaptive& adaptive, Mode mode, con
     answer.insert(answer.end(), run.begin(), stop == run.end() ? stop : stop + 1);
     if (before) statistics.tokens += answer.size() - before;
     const auto emitted = static_cast<int64_t>(answer.size());
-    conversation.length = start + emitted - 1;  // the next call overwrites the rows of tokens that do not count
+    conversation.length =
+        start + emitted - 1;  // the next call overwrites the rows of tokens that do not count
     const int64_t room = std::min(max_tokens - emitted, conversation.context - conversation.length);
     if (stop != run.end() || room <= 0) break;
     run = advance(conversation, adaptive, mode, answer.back());

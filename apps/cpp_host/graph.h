@@ -13,7 +13,7 @@
 #include "bundle.h"
 #include "conversation.h"
 
-#ifdef SSDEVICE_KERNELS  // runtime/onnx/kernels, compiled into this program
+#ifdef SSDEVICE_KERNELS  // ssdevice/runtime/onnx/kernels, compiled into this program
 extern "C" OrtStatus* RegisterCustomOps(OrtSessionOptions*, const OrtApiBase*);
 extern "C" void ssdevice_crew(int threads);
 constexpr bool kKernels = true;
@@ -48,13 +48,14 @@ Owned<Object> make(void (*release)(Object*), Create create, Arguments... argumen
 // A tensor on the caller's memory.
 inline Owned<OrtValue> view(void* data, size_t bytes, const Shape& shape, Type type) {
   const OrtApi& ort = api();
-  static const auto cpu = make(ort.ReleaseMemoryInfo, ort.CreateCpuMemoryInfo, OrtDeviceAllocator, OrtMemTypeDefault);
-  return make(ort.ReleaseValue, ort.CreateTensorWithDataAsOrtValue, cpu.get(), data, bytes, shape.data(),
-              shape.size(), type);
+  static const auto cpu =
+      make(ort.ReleaseMemoryInfo, ort.CreateCpuMemoryInfo, OrtDeviceAllocator, OrtMemTypeDefault);
+  return make(ort.ReleaseValue, ort.CreateTensorWithDataAsOrtValue, cpu.get(), data, bytes,
+              shape.data(), shape.size(), type);
 }
 
-// Gives back the pages of a folder's files that nobody has changed: kernels have packed what they read of the weights, which
-// every graph maps once more. Does nothing on systems other than Linux.
+// Gives back the pages of a folder's files that nobody has changed: kernels have packed what they
+// read of the weights, which every graph maps once more. Does nothing on systems other than Linux.
 inline void give_back([[maybe_unused]] const fs::path& folder) {
 #ifdef __linux__
   const fs::path where = fs::canonical(folder);
@@ -67,25 +68,28 @@ inline void give_back([[maybe_unused]] const fs::path& folder) {
     if (std::sscanf(line.c_str(), "%lx-%lx %*s %*s %*s %*s %n", &from, &to, &path) == 2 && path) {
       start = from, end = to;
       inside = fs::path(line.substr(path)).parent_path() == where;
-    } else if (inside && line.rfind("Anonymous:", 0) == 0 && line.find(" 0 kB") != std::string::npos) {
+    } else if (inside && line.rfind("Anonymous:", 0) == 0 &&
+               line.find(" 0 kB") != std::string::npos) {
       madvise(reinterpret_cast<void*>(start), end - start, MADV_DONTNEED);
     }
   }
 #endif
 }
 
-// How a program runs graphs. `threads`: 0 for all cores. `quantized`: all large products are those of kernels, if it has
-// any; then these have threads of their own, the same for all graphs.
+// How a program runs graphs. `threads`: 0 for all cores. `quantized`: all large products are those
+// of kernels, if it has any; then these have threads of their own, the same for all graphs.
 struct Options {
   int threads = 0;
   bool kernels = kKernels, quantized = false;
 };
 
-// Memory that is zero, which the system gives when it is first written. Throws an Error if there is not enough.
+// Memory that is zero, which the system gives when it is first written. Throws an Error if there is
+// not enough.
 class Zeros {
  public:
   explicit Zeros(int64_t size) : memory_(std::calloc(std::max<int64_t>(size, 1), 1), std::free) {
-    if (!memory_) throw Error("no memory for a KV cache or its rows of " + std::to_string(size) + " bytes");
+    if (!memory_)
+      throw Error("no memory for a KV cache or its rows of " + std::to_string(size) + " bytes");
   }
 
   char* data() const { return static_cast<char*>(memory_.get()); }
@@ -94,19 +98,24 @@ class Zeros {
   std::unique_ptr<void, void (*)(void*)> memory_;
 };
 
-// Keys and values of all layers as one array [2 * layers, capacity]: rows of layer 0's keys, then of its values, ..
-// The host copies rows and never reads them, so it needs only their size in bytes.
+// Keys and values of all layers as one array [2 * layers, capacity]: rows of layer 0's keys, then
+// of its values, .. The host copies rows and never reads them, so it needs only their size in
+// bytes.
 struct Cache {
   int64_t arrays, capacity, row_bytes;
   Zeros memory{arrays * capacity * row_bytes};
 
-  char* row(int64_t array, int64_t at) { return memory.data() + (array * capacity + at) * row_bytes; }
+  char* row(int64_t array, int64_t at) {
+    return memory.data() + (array * capacity + at) * row_bytes;
+  }
 
-  // How many rows to show a graph, which masks those beyond `length`. The number is congruent to `length` modulo `lanes`,
-  // so that sums over rows add the same numbers in the same order whether a token was drafted or decoded plainly.
+  // How many rows to show a graph, which masks those beyond `length`. The number is congruent to
+  // `length` modulo `lanes`, so that sums over rows add the same numbers in the same order whether
+  // a token was drafted or decoded plainly.
   int64_t visible(int64_t length, int64_t lanes) const {
     const int64_t bucket = lanes > 1 ? 32 : 128;
-    const int64_t shown = (std::max<int64_t>(length, 1) + bucket - 1) / bucket * bucket + length % lanes;
+    const int64_t shown =
+        (std::max<int64_t>(length, 1) + bucket - 1) / bucket * bucket + length % lanes;
     return shown <= capacity ? shown : capacity - (capacity - length) % lanes;
   }
 };
@@ -116,9 +125,13 @@ class Graph : public Callable {
  public:
   // `function`: its tensors, which must be those of the file.
   Graph(const fs::path& file, const Options& options, Function function, Cache& cache)
-      : cache_(cache), file_(file.string()), function_(std::move(function)), rows_(bytes(function_.outputs.back())) {
+      : cache_(cache),
+        file_(file.string()),
+        function_(std::move(function)),
+        rows_(bytes(function_.outputs.back())) {
     const OrtApi& ort = api();
-    static const auto environment = make(ort.ReleaseEnv, ort.CreateEnv, ORT_LOGGING_LEVEL_FATAL, "ssdevice");
+    static const auto environment =
+        make(ort.ReleaseEnv, ort.CreateEnv, ORT_LOGGING_LEVEL_FATAL, "ssdevice");
     const auto settings = make(ort.ReleaseSessionOptions, ort.CreateSessionOptions);
     int crew = 0;
 #ifdef SSDEVICE_KERNELS
@@ -130,12 +143,17 @@ class Graph : public Callable {
     }
 #endif
     check(ort.SetIntraOpNumThreads(settings.get(), crew ? 1 : options.threads));
-    check(ort.AddSessionConfigEntry(settings.get(), "session.force_spinning_stop", "1"));  // after each call
-    session_ = make(ort.ReleaseSession, ort.CreateSession, environment.get(), file.c_str(), settings.get());
+    check(ort.AddSessionConfigEntry(settings.get(), "session.force_spinning_stop",
+                                    "1"));  // after each call
+    session_ = make(ort.ReleaseSession, ort.CreateSession, environment.get(), file.c_str(),
+                    settings.get());
     give_back(file.parent_path());
-    if (options.kernels && attention() == "TreeAttention") lanes_ = 1;  // its sums leave out masked rows
-    compare(function_.inputs, ort.SessionGetInputCount, ort.SessionGetInputName, ort.SessionGetInputTypeInfo);
-    compare(function_.outputs, ort.SessionGetOutputCount, ort.SessionGetOutputName, ort.SessionGetOutputTypeInfo);
+    if (options.kernels && attention() == "TreeAttention")
+      lanes_ = 1;  // its sums leave out masked rows
+    compare(function_.inputs, ort.SessionGetInputCount, ort.SessionGetInputName,
+            ort.SessionGetInputTypeInfo);
+    compare(function_.outputs, ort.SessionGetOutputCount, ort.SessionGetOutputName,
+            ort.SessionGetOutputTypeInfo);
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
       for (const TensorSpec& tensor : *tensors) {
         if (tensor.type == kInt32) {
@@ -153,16 +171,19 @@ class Graph : public Callable {
     const int64_t shown = cache_.visible(length, lanes_);
     if (shown != shown_) bind(shown);
     const size_t n = function_.inputs.size(), outputs = function_.outputs.size();
-    check(api().Run(session_.get(), nullptr, names_.data(), given_.data(), n, &names_[n], outputs, &given_[n]));
+    check(api().Run(session_.get(), nullptr, names_.data(), given_.data(), n, &names_[n], outputs,
+                    &given_[n]));
   }
 
   void commit(int64_t length, const Ids& nodes) override {
     const int64_t written = function_.rows();
-    if (nodes.empty() || nodes.back() >= written) throw Error(file_ + ": the graph returned too few rows");
+    if (nodes.empty() || nodes.back() >= written)
+      throw Error(file_ + ": the graph returned too few rows");
     for (int64_t array = 0; array < cache_.arrays; ++array) {
       for (size_t at = 0; at < nodes.size();) {  // neighbours together
         size_t run = 1;
-        while (at + run < nodes.size() && nodes[at + run] == nodes[at] + static_cast<int32_t>(run)) ++run;
+        while (at + run < nodes.size() && nodes[at + run] == nodes[at] + static_cast<int32_t>(run))
+          ++run;
         const char* rows = rows_.data() + (array * written + nodes[at]) * cache_.row_bytes;
         std::copy_n(rows, run * cache_.row_bytes, cache_.row(array, length + at));
         at += run;
@@ -171,8 +192,12 @@ class Graph : public Callable {
   }
 
  private:
-  static bool of_cache(const TensorSpec& tensor) { return tensor.name == kRows || tensor.shape[0] == kPast; }
-  static int64_t bytes(const TensorSpec& tensor) { return elements(tensor.shape) * bytes_of(tensor.type); }
+  static bool of_cache(const TensorSpec& tensor) {
+    return tensor.name == kRows || tensor.shape[0] == kPast;
+  }
+  static int64_t bytes(const TensorSpec& tensor) {
+    return elements(tensor.shape) * bytes_of(tensor.type);
+  }
 
   void* place(const TensorSpec& tensor) {
     if (tensor.name == kRows) return rows_.data();
@@ -180,14 +205,16 @@ class Graph : public Callable {
     return floats[tensor.name].data();
   }
 
-  // Tensors on the memory of the cache's first `shown` rows and of all else, none of which ever moves.
+  // Tensors on the memory of the cache's first `shown` rows and of all else, none of which ever
+  // moves.
   void bind(int64_t shown) {
     values_.clear(), given_.clear(), names_.clear();
     int64_t array = 0;
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
       for (const TensorSpec& tensor : *tensors) {
         values_.push_back(tensor.shape[0] == kPast
-                              ? view(cache_.row(array++, 0), shown * cache_.row_bytes, {shown, tensor.shape[1]}, tensor.type)
+                              ? view(cache_.row(array++, 0), shown * cache_.row_bytes,
+                                     {shown, tensor.shape[1]}, tensor.type)
                               : view(place(tensor), bytes(tensor), tensor.shape, tensor.type));
         given_.push_back(values_.back().get());
         names_.push_back(tensor.name.c_str());
@@ -201,17 +228,21 @@ class Graph : public Callable {
     const OrtApi& ort = api();
     OrtAllocator* allocator = nullptr;
     check(ort.GetAllocatorWithDefaultOptions(&allocator));
-    const auto metadata = make(ort.ReleaseModelMetadata, ort.SessionGetModelMetadata, session_.get());
+    const auto metadata =
+        make(ort.ReleaseModelMetadata, ort.SessionGetModelMetadata, session_.get());
     char* value = nullptr;
-    check(ort.ModelMetadataLookupCustomMetadataMap(metadata.get(), allocator, "ssdevice.attention", &value));
+    check(ort.ModelMetadataLookupCustomMetadataMap(metadata.get(), allocator, "ssdevice.attention",
+                                                   &value));
     const std::string found = value ? value : "";
     if (value) check(ort.AllocatorFree(allocator, value));
     return found;
   }
 
-  // Throws an Error unless the inputs or outputs of the graph are the expected tensors; a size that the graph leaves open fits.
+  // Throws an Error unless the inputs or outputs of the graph are the expected tensors; a size that
+  // the graph leaves open fits.
   template <typename Count, typename Name, typename Info>
-  void compare(const std::vector<TensorSpec>& expected, Count count_of, Name name_of, Info info_of) const {
+  void compare(const std::vector<TensorSpec>& expected, Count count_of, Name name_of,
+               Info info_of) const {
     OrtAllocator* allocator = nullptr;
     check(api().GetAllocatorWithDefaultOptions(&allocator));
     size_t count = 0;
@@ -224,12 +255,16 @@ class Graph : public Callable {
       const std::string name = given;
       check(api().AllocatorFree(allocator, given));
       const auto found = waiting.find(name);
-      if (found == waiting.end() || !fits(*found->second, make(api().ReleaseTypeInfo, info_of, session_.get(), i).get())) {
-        throw Error(file_ + ": " + safe(name) + " is no tensor of the contract, or has another type or size than in the manifest");
+      if (found == waiting.end() ||
+          !fits(*found->second, make(api().ReleaseTypeInfo, info_of, session_.get(), i).get())) {
+        throw Error(
+            file_ + ": " + safe(name) +
+            " is no tensor of the contract, or has another type or size than in the manifest");
       }
       waiting.erase(found);
     }
-    if (!waiting.empty()) throw Error(file_ + ": the graph has no tensor " + safe(waiting.begin()->first));
+    if (!waiting.empty())
+      throw Error(file_ + ": the graph has no tensor " + safe(waiting.begin()->first));
   }
 
   static bool fits(const TensorSpec& tensor, const OrtTypeInfo* info) {
@@ -242,8 +277,9 @@ class Graph : public Callable {
     check(api().GetDimensionsCount(details, &rank));
     Shape sizes(rank);
     check(api().GetDimensions(details, sizes.data(), rank));
-    return type == tensor.type && std::equal(sizes.begin(), sizes.end(), tensor.shape.begin(), tensor.shape.end(),
-                                             [](int64_t size, int64_t wanted) { return size < 0 || size == wanted; });
+    return type == tensor.type &&
+           std::equal(sizes.begin(), sizes.end(), tensor.shape.begin(), tensor.shape.end(),
+                      [](int64_t size, int64_t wanted) { return size < 0 || size == wanted; });
   }
 
   Cache& cache_;
@@ -261,7 +297,10 @@ class Graph : public Callable {
 class GraphEngine : public Engine {
  public:
   GraphEngine(const Bundle& bundle, const Options& options)
-      : bundle_(bundle), options_(options), cache_{2 * geometry().layers, geometry().capacity(), geometry().width * bytes_of(geometry().type)} {}
+      : bundle_(bundle),
+        options_(options),
+        cache_{2 * geometry().layers, geometry().capacity(),
+               geometry().width * bytes_of(geometry().type)} {}
 
   const Geometry& geometry() const override { return bundle_.geometry(); }
   bool streams() const override { return bundle_.streams(); }
@@ -269,7 +308,8 @@ class GraphEngine : public Engine {
   bool has(const std::string& function) const override { return bundle_.has(function); }
 
   std::unique_ptr<Callable> open(const std::string& function) override {
-    return std::make_unique<Graph>(bundle_.file(function), options_, geometry().function(function), cache_);
+    return std::make_unique<Graph>(bundle_.file(function), options_, geometry().function(function),
+                                   cache_);
   }
 
  private:

@@ -9,11 +9,14 @@ Ids parse(const Conversation& conversation, const std::string& line) {
   std::istringstream stream(line + ' ');  // so that the end is reached only after a valid number
   const Ids prompt{std::istream_iterator<int32_t>(stream), {}};
   if (prompt.empty() || !stream.eof() || !conversation.knows(prompt)) {
-    throw Error("expected token ids from 0 to " + std::to_string(conversation.vocab - 1) + ", separated by spaces");
+    throw Error("expected token ids from 0 to " + std::to_string(conversation.vocab - 1) +
+                ", separated by spaces");
   }
   if (static_cast<int64_t>(prompt.size()) > conversation.context) {
-    const std::string size = std::to_string(prompt.size()), context = std::to_string(conversation.context);
-    throw Error("the prompt has " + size + " tokens, the bundle was exported for a context of " + context);
+    const std::string size = std::to_string(prompt.size()),
+                      context = std::to_string(conversation.context);
+    throw Error("the prompt has " + size + " tokens, the bundle was exported for a context of " +
+                context);
   }
   return prompt;
 }
@@ -28,9 +31,12 @@ int main(int argc, char** argv) try {
   if (asked.sampling.empty() && !asked.recommended && bundle.recommends()) {
     std::cerr << "host: the model recommends sampling; --sample does so\n";
   }
-  if (chooses && !bundle.has(kVerifyPlain)) throw Error("the bundle chooses tokens greedily; to sample, export it with --choose host");
-  const Mode mode = chooses ? possible(asked.mode, bundle.has(kVerify), true) : possible(asked.mode, bundle.has(kStep), bundle.has(kPlain));
-  if (chooses && mode == Mode::kPlainStep) throw Error("--plain-step takes the graph's own tokens; with sampling choose --plain");
+  if (chooses && !bundle.has(kVerifyPlain))
+    throw Error("the bundle chooses tokens greedily; to sample, export it with --choose host");
+  const Mode mode = chooses ? possible(asked.mode, bundle.has(kVerify), true)
+                            : possible(asked.mode, bundle.has(kStep), bundle.has(kPlain));
+  if (chooses && mode == Mode::kPlainStep)
+    throw Error("--plain-step takes the graph's own tokens; with sampling choose --plain");
   GraphEngine engine(bundle, {asked.threads, asked.kernels, bundle.quantized()});
   Conversation conversation(engine);
   for (const char* function : functions_for(mode, chooses)) {
@@ -39,23 +45,26 @@ int main(int argc, char** argv) try {
   Adaptive adaptive;
   Statistics all;
   for (std::string line; std::getline(std::cin, line);) {
-    if (line.find_first_not_of(" \t\r") == std::string::npos) {  // answered by an empty line, so that lines still match
+    if (line.find_first_not_of(" \t\r") ==
+        std::string::npos) {  // answered by an empty line, so that lines still match
       std::cout << std::endl;
       continue;
     }
     const Ids prompt = parse(conversation, line);
-    if (chooses) conversation.chooser = std::make_unique<Chooser>(sampling, prompt, stops, conversation.vocab);
+    if (chooses)
+      conversation.chooser = std::make_unique<Chooser>(sampling, prompt, stops, conversation.vocab);
     const Ids answer = decode(conversation, adaptive, mode, prompt, stops, asked.max_tokens, all);
     std::copy(answer.begin(), answer.end() - 1, std::ostream_iterator<int32_t>(std::cout, " "));
     if (!(std::cout << answer.back() << std::endl)) throw Error("the answers cannot be written");
   }
   if (!all.calls) return 0;
   const double host = (all.seconds - all.call_seconds) / all.calls;
-  std::cerr << all.tokens / all.seconds << " tokens/s, " << double(all.tokens) / all.calls << " per call, of which the host takes "
-            << 1e6 * host << " us\n";
+  std::cerr << all.tokens / all.seconds << " tokens/s, " << double(all.tokens) / all.calls
+            << " per call, of which the host takes " << 1e6 * host << " us\n";
 } catch (const std::exception& error) {
   std::string text = std::string(error.what()).substr(0, 1000);  // it may quote a bundle
-  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 127; }, ' ');
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 127; }, ' ');
   std::cerr << "host: " << text << '\n';
   return 2;
 }

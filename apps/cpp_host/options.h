@@ -6,7 +6,8 @@
 #include "decode.h"
 #include "graph.h"
 
-// `sampling`: options of it by name. `recommended`: what they do not say is as the model recommends.
+// `sampling`: options of it by name. `recommended`: what they do not say is as the model
+// recommends.
 struct Asked {
   Mode mode = Mode::kAdaptive;
   bool kernels = kKernels, recommended = false;
@@ -22,10 +23,13 @@ struct Asked {
 
 class Arguments {
  public:
-  // Reads what follows the bundle. Throws an Error for anything wrong, and for options that would have no effect.
+  // Reads what follows the bundle. Throws an Error for anything wrong, and for options that would
+  // have no effect.
   static Asked read(int argc, char** argv) {
     Asked asked;
-    const std::map<std::string, Mode> modes{{"--plain", Mode::kPlain}, {"--plain-step", Mode::kPlainStep}, {"--speculative", Mode::kSpeculative}};
+    const std::map<std::string, Mode> modes{{"--plain", Mode::kPlain},
+                                            {"--plain-step", Mode::kPlainStep},
+                                            {"--speculative", Mode::kSpeculative}};
     std::set<std::string> given;
     for (int i = 2; i < argc; ++i) {
       const std::string name = argv[i];
@@ -40,12 +44,14 @@ class Arguments {
         take(asked, name, argv[i]);
       }
     }
-    for (const char* name : {"--sample", "--temperature", "--top-k", "--top-p", "--min-p", "--typical-p", "--seed"}) {
+    for (const char* name :
+         {"--sample", "--temperature", "--top-k", "--top-p", "--min-p", "--typical-p", "--seed"}) {
       if (!given.count(name)) continue;
       if (asked.sampling.value("temperature", 1.0) != 0) {
         asked.recommended = true;
       } else if (name != std::string("--temperature")) {
-        throw Error(std::string(name) + " has no effect: --temperature 0 chooses the likeliest token");
+        throw Error(std::string(name) +
+                    " has no effect: --temperature 0 chooses the likeliest token");
       }
     }
     return asked;
@@ -53,15 +59,19 @@ class Arguments {
 
   static Error usage() {
     return Error(
-        "expected BUNDLE [--plain | --plain-step | --speculative] [--no-kernels] [--max-tokens N] [--threads N], and for bundles that were "
-        "exported with --choose host [--sample] [--temperature X] [--top-k N] [--top-p X] [--min-p X] [--typical-p X] "
-        "[--repetition-penalty X] [--presence-penalty X] [--frequency-penalty X] [--no-repeat-ngram-size N] [--min-new-tokens N] "
+        "expected BUNDLE [--plain | --plain-step | --speculative] [--no-kernels] [--max-tokens N] "
+        "[--threads N], and for bundles that were "
+        "exported with --choose host [--sample] [--temperature X] [--top-k N] [--top-p X] [--min-p "
+        "X] [--typical-p X] "
+        "[--repetition-penalty X] [--presence-penalty X] [--frequency-penalty X] "
+        "[--no-repeat-ngram-size N] [--min-new-tokens N] "
         "[--min-length N] [--logit-bias ID=X].. [--seed N]");
   }
 
  private:
   static void take(Asked& asked, const std::string& name, const std::string& text) {
-    const std::map<std::string, int Asked::*> counts{{"--max-tokens", &Asked::max_tokens}, {"--threads", &Asked::threads}};
+    const std::map<std::string, int Asked::*> counts{{"--max-tokens", &Asked::max_tokens},
+                                                     {"--threads", &Asked::threads}};
     if (const auto count = counts.find(name); count != counts.end()) {
       asked.*count->second = whole<int>(name, text, 1, std::numeric_limits<int>::max());
       return;
@@ -77,21 +87,26 @@ class Arguments {
       asked.sampling[field] = whole<uint64_t>(name, text, 0, std::numeric_limits<uint64_t>::max());
     } else if (name == "--logit-bias") {
       const size_t sign = text.find('=');
-      if (sign == std::string::npos) throw Error(name + " is " + safe(text) + ", expected ID=X, a token id and a number");
+      if (sign == std::string::npos)
+        throw Error(name + " is " + safe(text) + ", expected ID=X, a token id and a number");
       const double bias = number(name, text.substr(sign + 1));
-      if (std::isnan(bias)) throw Error(name + " is " + safe(text) + ", expected a number after the =");
-      asked.sampling[field][std::to_string(whole<int32_t>(name, text.substr(0, sign), 0, std::numeric_limits<int32_t>::max()))] = bias;
+      if (std::isnan(bias))
+        throw Error(name + " is " + safe(text) + ", expected a number after the =");
+      asked.sampling[field][std::to_string(whole<int32_t>(
+          name, text.substr(0, sign), 0, std::numeric_limits<int32_t>::max()))] = bias;
     } else {
       throw usage();
     }
   }
 
   template <typename Integer>
-  static Integer whole(const std::string& name, const std::string& text, Integer least, Integer most) {
+  static Integer whole(const std::string& name, const std::string& text, Integer least,
+                       Integer most) {
     Integer value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-      throw Error(name + " is " + safe(text) + ", expected a whole number from " + std::to_string(least) + " to " + std::to_string(most));
+      throw Error(name + " is " + safe(text) + ", expected a whole number from " +
+                  std::to_string(least) + " to " + std::to_string(most));
     }
     return value;
   }

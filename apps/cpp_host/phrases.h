@@ -1,4 +1,4 @@
-// Phrases that a model says often: runtime/phrases.py in C++, which describes their table.
+// Phrases that a model says often: ssdevice/runtime/phrases.py in C++, which describes their table.
 #pragma once
 
 #include <optional>
@@ -12,11 +12,13 @@ class Phrases {
   Phrases() = default;  // none
 
   // `entries`: as many as a power of two. `vocab`: the model's tokens.
-  Phrases(std::vector<uint32_t> entries, int64_t vocab) : entries_(std::move(entries)), vocab_(vocab) {
+  Phrases(std::vector<uint32_t> entries, int64_t vocab)
+      : entries_(std::move(entries)), vocab_(vocab) {
     while (vocab >> bits_) ++bits_;
   }
 
-  // The token that mostly follows the longest phrase at the end of a text. The table is not trusted: it may name any.
+  // The token that mostly follows the longest phrase at the end of a text. The table is not
+  // trusted: it may name any.
   std::optional<int32_t> after(const Ids& text) const {
     std::optional<int32_t> found;
     if (entries_.empty()) return found;
@@ -27,7 +29,8 @@ class Phrases {
       if (length < kFewest) continue;
       const uint32_t entry = entries_[state & (entries_.size() - 1)], check = state * 0x9E3779B1u;
       const int64_t token = int64_t{entry & ((1u << bits_) - 1)} - 1;
-      if (token >= 0 && token < vocab_ && entry >> bits_ == check >> bits_) found = static_cast<int32_t>(token);
+      if (token >= 0 && token < vocab_ && entry >> bits_ == check >> bits_)
+        found = static_cast<int32_t>(token);
     }
     return found;
   }

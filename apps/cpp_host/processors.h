@@ -1,12 +1,14 @@
-// What a user may ask of the choice of tokens, and what changes logits before it. runtime/sampling/options.py in C++.
+// What a user may ask of the choice of tokens, and what changes logits before it.
+// ssdevice/runtime/sampling/options.py in C++.
 #pragma once
 
-#include "../../runtime/sampling/native/sampler.h"
+#include "../../ssdevice/runtime/sampling/native/sampler.h"
 #include "schema.h"
 
 using Ids = std::vector<int32_t>;
 
-// What a user may ask; the defaults choose greedily. Meaning and order are those of Python's class of this name, which also has the ranges.
+// What a user may ask; the defaults choose greedily. Meaning and order are those of Python's class
+// of this name, which also has the ranges.
 struct Sampling : Draw {
   double repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
   int64_t no_repeat_ngram_size = 0, min_new_tokens = 0, min_length = 0;
@@ -15,7 +17,7 @@ struct Sampling : Draw {
   std::vector<Ids> bad_words;
 
   struct Number {
-    double Sampling::*value;
+    double Sampling::* value;
     double least, most;
   };
   static constexpr double kTiny = std::numeric_limits<double>::denorm_min();
@@ -28,12 +30,14 @@ struct Sampling : Draw {
       {"presence_penalty", {&Sampling::presence_penalty, -100, 100}},
       {"frequency_penalty", {&Sampling::frequency_penalty, -100, 100}},
   };
-  inline static const std::map<std::string, int64_t Sampling::*> kIntegers{{"top_k", &Sampling::top_k},
-                                                                         {"no_repeat_ngram_size", &Sampling::no_repeat_ngram_size},
-                                                                         {"min_new_tokens", &Sampling::min_new_tokens},
-                                                                         {"min_length", &Sampling::min_length}};
+  inline static const std::map<std::string, int64_t Sampling::*> kIntegers{
+      {"top_k", &Sampling::top_k},
+      {"no_repeat_ngram_size", &Sampling::no_repeat_ngram_size},
+      {"min_new_tokens", &Sampling::min_new_tokens},
+      {"min_length", &Sampling::min_length}};
 
-  // Takes options by name, such as those of a manifest; null is as good as none. Throws an Error for a number out of its range.
+  // Takes options by name, such as those of a manifest; null is as good as none. Throws an Error
+  // for a number out of its range.
   void take(const Json& named) {
     for (const auto& [name, value] : named.items()) {
       if (value.is_null()) continue;
@@ -42,7 +46,10 @@ struct Sampling : Draw {
         const double given = this->*member = value;
         const bool tiny = name == "temperature" && given > 0 && given < 1e-6;
         if (!(given >= least && given <= most) || tiny) {
-          throw Error(name + " is " + value.dump() + ", expected " + (tiny ? "0 or 1e-6" : least == kTiny ? "more than 0" : Json(least).dump()) +
+          throw Error(name + " is " + value.dump() + ", expected " +
+                      (tiny             ? "0 or 1e-6"
+                       : least == kTiny ? "more than 0"
+                                        : Json(least).dump()) +
                       " to " + Json(most).dump());
         }
       }
@@ -57,10 +64,12 @@ struct Sampling : Draw {
     }
   }
 
-  // Whether every token is the likeliest of the model's own logits, which graphs can choose as well.
+  // Whether every token is the likeliest of the model's own logits, which graphs can choose as
+  // well.
   bool greedy() const {
-    return temperature == 0 && repetition_penalty == 1 && presence_penalty == 0 && frequency_penalty == 0 && !no_repeat_ngram_size &&
-           !min_new_tokens && !min_length && logit_bias.empty() && suppress.empty() && begin_suppress.empty() && bad_words.empty();
+    return temperature == 0 && repetition_penalty == 1 && presence_penalty == 0 &&
+           frequency_penalty == 0 && !no_repeat_ngram_size && !min_new_tokens && !min_length &&
+           logit_bias.empty() && suppress.empty() && begin_suppress.empty() && bad_words.empty();
   }
 };
 
@@ -70,7 +79,8 @@ class Processors {
   Processors(const Sampling& sampling, const Ids& prompt, const Ids& stops, int64_t vocab)
       : s_(sampling), prompt_(prompt.size()), counts_(vocab), seen_(vocab) {
     // A tokenizer may have more tokens than the model.
-    std::copy_if(stops.begin(), stops.end(), std::back_inserter(stops_), [&](int32_t stop) { return stop < vocab; });
+    std::copy_if(stops.begin(), stops.end(), std::back_inserter(stops_),
+                 [&](int32_t stop) { return stop < vocab; });
     for (const int32_t token : prompt) take(token);
   }
 
@@ -85,10 +95,12 @@ class Processors {
     for (const auto& [token, bias] : s_.logit_bias) logits[token] += static_cast<float>(bias);
     if (s_.repetition_penalty != 1) {
       const auto penalty = static_cast<float>(s_.repetition_penalty);
-      for (const int32_t token : distinct_) logits[token] = logits[token] < 0 ? logits[token] * penalty : logits[token] / penalty;
+      for (const int32_t token : distinct_)
+        logits[token] = logits[token] < 0 ? logits[token] * penalty : logits[token] / penalty;
     }
     if (s_.presence_penalty != 0 || s_.frequency_penalty != 0) {
-      const auto presence = static_cast<float>(s_.presence_penalty), frequency = static_cast<float>(s_.frequency_penalty);
+      const auto presence = static_cast<float>(s_.presence_penalty),
+                 frequency = static_cast<float>(s_.frequency_penalty);
       for (const int32_t token : answered_) {
         const float often = frequency * static_cast<float>(counts_[token]);
         logits[token] -= presence + often;
@@ -99,19 +111,27 @@ class Processors {
 
  private:
   void ban(float* logits) const {
-    const auto never = [&](int32_t token) { logits[token] = -std::numeric_limits<float>::infinity(); };
-    const auto size = static_cast<int64_t>(text_.size()), fresh = size - prompt_, before = s_.no_repeat_ngram_size - 1;
+    const auto never = [&](int32_t token) {
+      logits[token] = -std::numeric_limits<float>::infinity();
+    };
+    const auto size = static_cast<int64_t>(text_.size()), fresh = size - prompt_,
+               before = s_.no_repeat_ngram_size - 1;
     std::for_each(s_.suppress.begin(), s_.suppress.end(), never);
     if (!fresh) std::for_each(s_.begin_suppress.begin(), s_.begin_suppress.end(), never);
-    if (fresh < s_.min_new_tokens || size < s_.min_length) std::for_each(stops_.begin(), stops_.end(), never);
+    if (fresh < s_.min_new_tokens || size < s_.min_length)
+      std::for_each(stops_.begin(), stops_.end(), never);
     if (before >= 0 && size >= before) {
       const auto found = followers_.find({text_.end() - before, text_.end()});
-      if (found != followers_.end()) std::for_each(found->second.begin(), found->second.end(), never);
+      if (found != followers_.end())
+        std::for_each(found->second.begin(), found->second.end(), never);
     }
     for (const Ids& word : s_.bad_words) {
-      if (word.size() == 1 && std::count(stops_.begin(), stops_.end(), word[0])) continue;  // or no answer would end
+      if (word.size() == 1 && std::count(stops_.begin(), stops_.end(), word[0]))
+        continue;  // or no answer would end
       const size_t beginning = word.size() - 1;
-      if (beginning <= text_.size() && std::equal(word.begin(), word.end() - 1, text_.end() - beginning)) never(word.back());
+      if (beginning <= text_.size() &&
+          std::equal(word.begin(), word.end() - 1, text_.end() - beginning))
+        never(word.back());
     }
   }
 

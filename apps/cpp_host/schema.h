@@ -17,8 +17,8 @@ inline std::string safe(const std::string& text) {
   return Json(text.substr(0, 100)).dump(-1, ' ', true, Json::error_handler_t::replace);
 }
 
-// The value in a JSON text on which no two readers disagree: no key twice, no byte order mark, nothing after a NUL, where the
-// library would end, and at most 32 levels.
+// The value in a JSON text on which no two readers disagree: no key twice, no byte order mark,
+// nothing after a NUL, where the library would end, and at most 32 levels.
 inline Json parse_strict(const std::string& text, const std::string& where) {
   constexpr int kMostLevels = 32;
   std::vector<std::set<std::string>> seen;  // the keys of each object that is open
@@ -28,11 +28,14 @@ inline Json parse_strict(const std::string& text, const std::string& where) {
     if (event == Json::parse_event_t::key && !seen.back().insert(value).second) {
       throw Error(where + ": key " + safe(value) + " appears twice in one object");
     }
-    if (depth > kMostLevels) throw Error(where + ": nested deeper than " + std::to_string(kMostLevels) + " levels");
+    if (depth > kMostLevels)
+      throw Error(where + ": nested deeper than " + std::to_string(kMostLevels) + " levels");
     return true;
   };
-  if (!text.empty() && text[0] == '\xEF') throw Error(where + ": not JSON: it begins with a byte order mark");
-  if (text.find('\0') != std::string::npos) throw Error(where + ": not JSON: it has a NUL character");
+  if (!text.empty() && text[0] == '\xEF')
+    throw Error(where + ": not JSON: it begins with a byte order mark");
+  if (text.find('\0') != std::string::npos)
+    throw Error(where + ": not JSON: it has a NUL character");
   try {
     return Json::parse(text, watch);
   } catch (const Json::exception&) {  // its text quotes what it could not read
@@ -40,8 +43,8 @@ inline Json parse_strict(const std::string& text, const std::string& where) {
   }
 }
 
-// The part of regular expressions that the schema uses, for whole texts: classes and groups, and `?`, `*`, `{n}` and `{n,m}` after
-// them. It follows all ways at once, so that no text takes long.
+// The part of regular expressions that the schema uses, for whole texts: classes and groups, and
+// `?`, `*`, `{n}` and `{n,m}` after them. It follows all ways at once, so that no text takes long.
 class Pattern {
  public:
   static bool matches(const std::string& pattern, const std::string& text) {
@@ -103,7 +106,8 @@ class Pattern {
 
   std::pair<size_t, size_t> repeats(size_t& at) const {
     const char kind = at < pattern_.size() ? pattern_[at] : '\0';
-    if (kind == '?' || kind == '*') return ++at, std::make_pair(size_t{0}, kind == '?' ? 1 : text_.size());
+    if (kind == '?' || kind == '*')
+      return ++at, std::make_pair(size_t{0}, kind == '?' ? 1 : text_.size());
     if (kind != '{') return {1, 1};
     size_t used = 0;
     const size_t least = std::stoul(pattern_.substr(at + 1), &used), comma = at + 1 + used;
@@ -126,14 +130,17 @@ class Schema {
  private:
   void check(const Json& value, const Json& schema, const std::string& place) const {
     if (schema.contains("$ref")) {
-      return check(value, root_.at(Json::json_pointer(schema["$ref"].get<std::string>().substr(1))), place);
+      return check(value, root_.at(Json::json_pointer(schema["$ref"].get<std::string>().substr(1))),
+                   place);
     }
     if (schema.contains("anyOf")) return check_any(value, schema["anyOf"], place);
-    if (schema.contains("enum") && std::count(schema["enum"].begin(), schema["enum"].end(), value) == 0) {
+    if (schema.contains("enum") &&
+        std::count(schema["enum"].begin(), schema["enum"].end(), value) == 0) {
       throw Error(place + " is not one of " + schema["enum"].dump());
     }
     if (schema.contains("type") && !is_a(value, schema["type"])) {
-      throw Error(place + " is " + value.type_name() + ", expected " + schema["type"].get<std::string>());
+      throw Error(place + " is " + value.type_name() + ", expected " +
+                  schema["type"].get<std::string>());
     }
     if (value.is_number_integer()) within(value, schema, "minimum", "maximum", place);
     if (value.is_string()) check_text(value, schema, place);
@@ -159,36 +166,43 @@ class Schema {
   }
 
   void check_text(const std::string& text, const Json& schema, const std::string& place) const {
-    const auto characters = std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
+    const auto characters =
+        std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
     if (schema.contains("maxLength") && characters > schema["maxLength"]) {
-      throw Error(place + " has " + std::to_string(characters) + " characters, at most " + schema["maxLength"].dump() +
-                  " are allowed");
+      throw Error(place + " has " + std::to_string(characters) + " characters, at most " +
+                  schema["maxLength"].dump() + " are allowed");
     }
     if (!schema.contains("pattern")) return;
     const std::string& pattern = schema["pattern"].get_ref<const std::string&>();
-    if (!Pattern::matches(pattern, text)) throw Error(place + " is " + safe(text) + ", expected " + pattern);
+    if (!Pattern::matches(pattern, text))
+      throw Error(place + " is " + safe(text) + ", expected " + pattern);
   }
 
   void check_members(const Json& value, const Json& schema, const std::string& place) const {
     static const Json nothing = Json::object();
-    within(value.size(), schema, "minProperties", "maxProperties", place + ": the number of entries");
+    within(value.size(), schema, "minProperties", "maxProperties",
+           place + ": the number of entries");
     for (const Json& name : schema.value("required", Json::array())) {
       if (!value.contains(name)) throw Error(place + ": " + name.dump() + " is missing");
     }
     const Json& properties = schema.contains("properties") ? schema["properties"] : nothing;
-    const Json& others = schema.contains("additionalProperties") ? schema["additionalProperties"] : nothing;
+    const Json& others =
+        schema.contains("additionalProperties") ? schema["additionalProperties"] : nothing;
     for (const auto& [key, item] : value.items()) {
       if (schema.contains("propertyNames")) check(key, schema["propertyNames"], place + ": a name");
       const std::string inside = place + '[' + safe(key) + ']';
-      if (others.is_boolean() && !others && !properties.contains(key)) throw Error(inside + " is an unknown key");
+      if (others.is_boolean() && !others && !properties.contains(key))
+        throw Error(inside + " is an unknown key");
       check(item, properties.contains(key) ? properties[key] : others, inside);
     }
   }
 
-  static void within(const Json& number, const Json& schema, const char* low, const char* high, const std::string& what) {
-    if ((schema.contains(low) && number < schema[low]) || (schema.contains(high) && number > schema[high])) {
-      throw Error(what + " is " + number.dump() + ", expected " + schema.value(low, Json(0)).dump() + " to " +
-                  schema.value(high, Json()).dump());
+  static void within(const Json& number, const Json& schema, const char* low, const char* high,
+                     const std::string& what) {
+    if ((schema.contains(low) && number < schema[low]) ||
+        (schema.contains(high) && number > schema[high])) {
+      throw Error(what + " is " + number.dump() + ", expected " +
+                  schema.value(low, Json(0)).dump() + " to " + schema.value(high, Json()).dump());
     }
   }
 

@@ -1,4 +1,4 @@
-/** Speculative decoding where it pays: `runtime/adaptive.py` in JavaScript, which has the reasons for the numbers. */
+/** Speculative decoding where it pays: `ssdevice/runtime/adaptive.py` in JavaScript, which has the reasons for the numbers. */
 
 import { Lookup } from "./lookup.js";
 

@@ -304,7 +304,7 @@ export class Conversation {
   }
 
   /**
-   * Rows to show a graph, as in runtime/onnx/cache.py: congruent to the length modulo LANES, so that a sum over rows
+   * Rows to show a graph, as in ssdevice/runtime/onnx/cache.py: congruent to the length modulo LANES, so that a sum over rows
    * adds the same numbers in the same order whether a token was drafted or decoded plainly.
    * @param {number} length
    */

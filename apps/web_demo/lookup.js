@@ -1,4 +1,4 @@
-/** Drafts that repeat the text: `runtime/lookup.py` in JavaScript, which has the reasons for the numbers. */
+/** Drafts that repeat the text: `ssdevice/runtime/lookup.py` in JavaScript, which has the reasons for the numbers. */
 
 const [SHORTEST, ALONE, LONGEST, CERTAIN, RECENT] = [3, 2, 16, 8, 8];
 const [START, MOST] = [-2, 8];

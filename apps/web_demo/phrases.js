@@ -1,4 +1,4 @@
-/** Phrases that a model says often: `runtime/phrases.py` in JavaScript, which describes their table. */
+/** Phrases that a model says often: `ssdevice/runtime/phrases.py` in JavaScript, which describes their table. */
 
 import { BundleError } from "./bundle.js";
 

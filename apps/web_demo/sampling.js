@@ -1,5 +1,5 @@
 /**
- * The choice of tokens from logits: `runtime/sampling` in JavaScript. For a seed every host chooses the same tokens, so
+ * The choice of tokens from logits: `ssdevice/runtime/sampling` in JavaScript. For a seed every host chooses the same tokens, so
  * precisions are part of the definition: processors and the division by the temperature round to float32 (`Math.fround`,
  * and what a Float32Array does), the rest is in float64.
  */
@@ -100,7 +100,7 @@ function exponential(word, next) {
   return -Math.log((word * 2 ** 20 + (next >>> 12) + 0.5) / 2 ** 52);
 }
 
-/** The Gumbel numbers of all tokens at a position; `runtime/sampling/noise.py` says what they are and why. */
+/** The Gumbel numbers of all tokens at a position; `ssdevice/runtime/sampling/noise.py` says what they are and why. */
 export class Noise {
   /**
    * @param {bigint} seed

@@ -36,7 +36,9 @@ class BaseIdentity:
         """Raise InputError, which names the first difference, if ``other`` is not this base."""
         for name, mine in vars(self).items():
             if mine != (theirs := getattr(other, name)):
-                raise InputError(f"{what} was trained for another base: its {name} is {mine}, the model's is {theirs}")
+                raise InputError(
+                    f"{what} was trained for another base: its {name} is {mine}, the model's is {theirs}"
+                )
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class AdapterSettings:
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
-            raise ConfigError(f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}")
+            raise ConfigError(
+                f"schema_version is {self.schema_version}, this ssdevice reads {SCHEMA_VERSION}"
+            )
 
 
 def read_settings(folder: Path) -> AdapterSettings:
@@ -62,8 +66,11 @@ def read_settings(folder: Path) -> AdapterSettings:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an app adds to the base: its ``folder``, None for the bare base. ``settings``: of its streams; None for
-    plain decoding only. ``has_lora``: whether its main rows differ from the base's."""
+    """What an app adds to the base: its ``folder``, None for the bare base.
+
+    ``settings``: of its streams; None for plain decoding only. ``has_lora``: whether its main rows
+    differ from the base's.
+    """
 
     folder: Path | None
     settings: AdapterSettings | None
@@ -88,20 +95,45 @@ class Adapter:
 
     @property
     def variant(self) -> Variant:
-        """The kind of graphs that it needs. Raises InputError for streams that cannot share a bundle."""
-        return Variant.of(self.settings.streams if self.settings is not None else None, self.has_lora)
+        """The kind of graphs that it needs.
+
+        Raises InputError for streams that cannot share a bundle.
+        """
+        return Variant.of(
+            self.settings.streams if self.settings is not None else None, self.has_lora
+        )
 
     def rank(self) -> int:
-        """The largest rank of its LoRA; 0 without one. Raises ConfigError for a PEFT config that cannot be read."""
+        """The largest rank of its LoRA; 0 without one.
+
+        Raises ConfigError for a PEFT config that cannot be read.
+        """
         if self.folder is None or not self.has_lora:
             return 0
         config = read_json(self.folder / PEFT_CONFIG)
-        return max([int(config.get("r", 0)), *(int(rank) for rank in (config.get("rank_pattern") or {}).values())])
+        return max(
+            [
+                int(config.get("r", 0)),
+                *(int(rank) for rank in (config.get("rank_pattern") or {}).values()),
+            ]
+        )
 
     def entry(self, name: str, base_sha256: str, kind: AdapterKind, **stored: Any) -> App:
-        """Its app's entry in a manifest. ``kind``: of a folder. ``stored``: ``folder``, ``files``, ``functions``."""
+        """Its app's entry in a manifest.
+
+        ``kind``: of a folder. ``stored``: ``folder``, ``files``, ``functions``.
+        """
         kind = kind if self.folder is not None else AdapterKind.BASE
-        return App(name, kind, base_sha256, self.mode, self.msa_layers, self.instruction, self.rank(), **stored)
+        return App(
+            name,
+            kind,
+            base_sha256,
+            self.mode,
+            self.msa_layers,
+            self.instruction,
+            self.rank(),
+            **stored,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,18 +142,28 @@ class AdapterFolder(Adapter):
 
     @classmethod
     def open(cls, folder: Path, base: BaseIdentity | None = None) -> Self:
-        """Check which files a folder has: without one of them it would be used without its LoRA or its streams, in
-        silence. Raises InputError, also if the adapter is not for ``base``."""
+        """Check which files a folder has: without one of them it would be used without its LoRA or
+        its streams, in silence.
+
+        Raises InputError, also if the adapter is not for ``base``.
+        """
         if not folder.is_dir():
             raise InputError(f"adapter {folder}: no such folder")
-        has_streams, has_lora = (folder / SETTINGS).is_file(), (folder / PEFT_CONFIG).is_file()
+        has_streams = (folder / SETTINGS).is_file()
+        has_lora = (folder / PEFT_CONFIG).is_file()
         if not has_streams and not has_lora:
-            inside = sorted(file.parent.name for file in folder.glob(f"*/{PEFT_CONFIG}"))  # PEFT's, of a named adapter
+            inside = sorted(
+                file.parent.name for file in folder.glob(f"*/{PEFT_CONFIG}")
+            )  # PEFT's, of a named adapter
             found = f" (that is in {', '.join(inside[:3])})" if inside else ""
-            raise InputError(f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}{found}; expected an adapter folder")
+            raise InputError(
+                f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}{found}; expected an adapter folder"
+            )
         for weights, described in ((WEIGHTS, SETTINGS), (PEFT_WEIGHTS, PEFT_CONFIG)):
             if (folder / weights).exists() and not (folder / described).is_file():
-                raise InputError(f"{folder}: {weights} without {described}; copy the whole adapter folder")
+                raise InputError(
+                    f"{folder}: {weights} without {described}; copy the whole adapter folder"
+                )
         settings = read_settings(folder) if has_streams else None
         if settings is not None and settings.streams.trains_lora and not has_lora:
             what = f"trained with a LoRA of rank {settings.streams.lora_rank}, but there is no {PEFT_CONFIG}"
@@ -131,8 +173,10 @@ class AdapterFolder(Adapter):
         return cls(folder, settings, has_lora)
 
     def check_apart(self) -> None:
-        """Raise InputError for lossless streams over a LoRA, which fit only into a bundle of their own: where apps
-        share a base, stream rows would need the LoRA and their own adapters beside every linear."""
+        """Raise InputError for lossless streams over a LoRA, which fit only into a bundle of their
+        own: where apps share a base, stream rows would need the LoRA and their own adapters beside
+        every linear.
+        """
         if self.has_lora and self.mode is Mode.LOSSLESS:
             why = "lossless streams over a LoRA cannot share a bundle with other apps yet: export this app by itself"
             raise InputError(f"{self.folder}: {why}")

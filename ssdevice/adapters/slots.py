@@ -1,10 +1,11 @@
 """The slots of a bundle's graphs: the table that an export writes and that adapters must fit.
 
-A **slot** is a pair of tensors beside one product of the base: ``y = base(x) + (x @ down) @ up``. Graphs take them as
-inputs, with a rank that every app chooses; a program has them as state of one rank, filled up with zeros. Linears that
-read the same input may share a slot: their ``down`` are concatenated into one product, each keeps its own ``up`` (one
-block-diagonal ``up`` was slower from rank 32 on). A **variant** is a set of graphs for one kind of app; all variants
-read the same weights of the base.
+A **slot** is a pair of tensors beside one product of the base: ``y = base(x) + (x @ down) @ up``.
+Graphs take them as inputs, with a rank that every app chooses; a program has them as state of one
+rank, filled up with zeros. Linears that read the same input may share a slot: their ``down`` are
+concatenated into one product, each keeps its own ``up`` (one block-diagonal ``up`` was slower from
+rank 32 on). A **variant** is a set of graphs for one kind of app; all variants read the same
+weights of the base.
 """
 
 from collections.abc import Iterable
@@ -37,9 +38,10 @@ class SlotKind(StrEnum):
 class Slot:
     """The factors of linears that read the same ``inputs`` values.
 
-    ``sources``: the linears' names in the adapter folder, empty for one without factors; ``outputs``: of each.
-    ``int8``: ``down`` has one scale per column. ``state``, ``rank``: of a slot that is a program's state, with tensors
-    ``<state>.down [1, inputs, rank]`` and ``<state>.up [1, rank, outputs]``.
+    ``sources``: the linears' names in the adapter folder, empty for one without factors;
+    ``outputs``: of each. ``int8``: ``down`` has one scale per column. ``state``, ``rank``: of a
+    slot that is a program's state, with tensors ``<state>.down [1, inputs, rank]`` and ``<state>.up
+    [1, rank, outputs]``.
     """
 
     kind: SlotKind
@@ -61,12 +63,19 @@ class Slot:
         if self.state:
             return self.state
         first, *others = filter(None, self.sources)
-        return "|".join([f"{self.kind}.{first}", *(other.replace("-", ".").rpartition(".")[2] for other in others)])
+        return "|".join(
+            [
+                f"{self.kind}.{first}",
+                *(other.replace("-", ".").rpartition(".")[2] for other in others),
+            ]
+        )
 
     @property
     def down(self) -> TensorSpec:
         """``[inputs, rank]``, where rank is the sum over all linears."""
-        return TensorSpec(f"{self.name}.down", (self.inputs, self._rank), "int8" if self.int8 else "float32")
+        return TensorSpec(
+            f"{self.name}.down", (self.inputs, self._rank), "int8" if self.int8 else "float32"
+        )
 
     @property
     def down_scale(self) -> TensorSpec:
@@ -75,7 +84,9 @@ class Slot:
 
     @property
     def ranks(self) -> TensorSpec:
-        """``[linears]``: the number of columns of ``down`` that belong to each linear; only with several."""
+        """``[linears]``: the number of columns of ``down`` that belong to each linear; only with
+        several.
+        """
         return TensorSpec(f"{self.name}.ranks", (len(self.outputs),), "int64")
 
     @property
@@ -84,7 +95,10 @@ class Slot:
         if len(self.outputs) == 1:
             return (TensorSpec(f"{self.name}.up", (self._rank, *self.outputs), "float32"),)
         each = enumerate(self.outputs)
-        return tuple(TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", size), "float32") for i, size in each)
+        return tuple(
+            TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", size), "float32")
+            for i, size in each
+        )
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -101,9 +115,10 @@ class Slot:
 class Variant:
     """Graphs for one kind of app: with streams, with a LoRA on main rows, or neither.
 
-    ``streams``: their kind, with one stream, and ``EXAMPLE_RANK`` for every rank that apps choose. ``functions``: the
-    contract's name -> the target's (a file, or a name in a program). ``identifiers``: name of the tensor for the stream
-    identifiers ``[γ, hidden]``; empty without one.
+    ``streams``: their kind, with one stream, and ``EXAMPLE_RANK`` for every rank that apps choose.
+    ``functions``: the contract's name -> the target's (a file, or a name in a program).
+    ``identifiers``: name of the tensor for the stream identifiers ``[γ, hidden]``; empty without
+    one.
     """
 
     lora: bool
@@ -118,17 +133,25 @@ class Variant:
         if streams is None:
             return cls(has_lora)
         for option, value, what in (
-            ("--draft-vocabulary", streams.draft_vocabulary, f"that choose among {streams.draft_vocabulary} tokens"),
+            (
+                "--draft-vocabulary",
+                streams.draft_vocabulary,
+                f"that choose among {streams.draft_vocabulary} tokens",
+            ),
             ("--follow-rank", streams.follow_rank, "whose drafts follow each other (follow_rank)"),
             ("--draft-layers", streams.draft_layers, "of draft layers"),
         ):
             if value:
                 shared = f"streams {what} cannot share a bundle with other apps yet"
-                raise InputError(f"{shared}: export this app by itself, or train it with {option} 0")
+                raise InputError(
+                    f"{shared}: export this app by itself, or train it with {option} 0"
+                )
         lossless = streams.mode is Mode.LOSSLESS
         f, g = (rank and EXAMPLE_RANK for rank in (streams.init_rank, streams.token_rank))
         mlp = streams.stream_mlp if lossless else StreamMLP.BASE_ADAPTER
-        kind = replace(streams, gamma=1, init_rank=f, token_rank=g, adapter_rank=EXAMPLE_RANK, lora_rank=0)
+        kind = replace(
+            streams, gamma=1, init_rank=f, token_rank=g, adapter_rank=EXAMPLE_RANK, lora_rank=0
+        )
         return cls(not lossless, replace(kind, stream_mlp=mlp))
 
     def own(self, names: Iterable[str]) -> list[str]:

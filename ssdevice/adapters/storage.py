@@ -1,8 +1,8 @@
 """Tensors of adapters: safetensors files as NumPy arrays, and how a bundle stores floats.
 
-A bundle stores an app's floats as float32, float16, or int8 with a scale per column. An int8 tensor has a companion
-``[.., columns]`` float32, named with the suffix ``SCALE``. Hosts convert what they load to float32, so graphs and
-programs take the same tensors however they were stored.
+A bundle stores an app's floats as float32, float16, or int8 with a scale per column. An int8 tensor
+has a companion ``[.., columns]`` float32, named with the suffix ``SCALE``. Hosts convert what they
+load to float32, so graphs and programs take the same tensors however they were stored.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,9 @@ ADAPTERS = "adapters"
 """Folder of the apps' folders in a bundle."""
 SCALE = ".int8_scale"
 LEAST_ROWS = 8
-"""With fewer rows a scale per column costs more than int8 saves; such tensors are stored as float16."""
+"""With fewer rows a scale per column costs more than int8 saves; such tensors are stored as
+float16.
+"""
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.INT8)
 LEVELS = 127.0
 """Largest code of an int8 weight."""
@@ -36,7 +38,10 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "|i1"}
 
 
 def read_floats(file: Path) -> dict[str, Floats]:
-    """Every tensor as float32. Raises InputError for another kind of file, or values that are not finite floats."""
+    """Every tensor as float32.
+
+    Raises InputError for another kind of file, or values that are not finite floats.
+    """
     floats = {}
     for name, value in read_tensors(file).items():
         if value.dtype == np.int8:
@@ -48,7 +53,10 @@ def read_floats(file: Path) -> dict[str, Floats]:
 
 
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """Every tensor in its type, BF16 as float32. Raises InputError for another kind of file or unknown types."""
+    """Every tensor in its type, BF16 as float32.
+
+    Raises InputError for another kind of file or unknown types.
+    """
     check_no_pointer(file)
     try:
         with reading(file):
@@ -89,12 +97,21 @@ def stored(tensors: Mapping[str, Array], precision: Precision) -> dict[str, Arra
 
 
 def restored(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """The inverse of ``stored``, with floats as float32. Raises ValueError for a scale that does not fit."""
+    """The inverse of ``stored``, with floats as float32.
+
+    Raises ValueError for a scale that does not fit.
+    """
     found: dict[str, Array] = {}
     for name, value in tensors.items():
         if (scale := tensors.get(name + SCALE)) is not None:
-            if value.dtype != np.int8 or value.ndim < 2 or scale.shape != (*value.shape[:-2], value.shape[-1]):
-                raise ValueError(f"{name!r} is {value.dtype} {list(value.shape)}, its scale {list(scale.shape)}")
+            if (
+                value.dtype != np.int8
+                or value.ndim < 2
+                or scale.shape != (*value.shape[:-2], value.shape[-1])
+            ):
+                raise ValueError(
+                    f"{name!r} is {value.dtype} {list(value.shape)}, its scale {list(scale.shape)}"
+                )
             found[name] = value * scale.astype(np.float32)[..., None, :]
         elif not name.endswith(SCALE):
             found[name] = value.astype(np.float32) if value.dtype == np.float16 else value
@@ -104,19 +121,28 @@ def restored(tensors: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def int8_columns(weight: Array) -> Codes:
-    """The nearest int8 codes of ``weight [.., K, N]`` and their scales ``[.., N]``; a column of zeros gets scale 1."""
+    """The nearest int8 codes of ``weight [.., K, N]`` and their scales ``[.., N]``; a column of
+    zeros gets scale 1.
+    """
     return _int8(weight, lambda columns: _peak(columns) / np.float32(LEVELS))
 
 
 def int8_factors(weight: Array) -> Codes:
-    """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU. x86 without VNNI
-    multiplies two neighbouring weights by inputs of 0..255 and adds both products in 16 bits (``vpmaddubsw``), which
-    saturates beyond 32767. So the codes of inputs 2i and 2i + 1 may add up to at most 128."""
+    """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU.
+    x86 without VNNI multiplies two neighbouring weights by inputs of 0..255 and adds both products
+    in 16 bits (``vpmaddubsw``), which saturates beyond 32767.
+
+    So the codes of inputs 2i and 2i + 1 may add up to at most 128.
+    """
     paired = weight.shape[-2] // 2 * 2
 
     def scale(columns: Array) -> Floats:
-        sums = columns[..., 0:paired:2, :] + columns[..., 1:paired:2, :]  # opposite signs never exceed a single weight
-        wanted = np.maximum(_peak(columns) / np.float32(LEVELS), _peak(sums) / np.float32(PAIR_LEVELS))
+        sums = (
+            columns[..., 0:paired:2, :] + columns[..., 1:paired:2, :]
+        )  # opposite signs never exceed a single weight
+        wanted = np.maximum(
+            _peak(columns) / np.float32(LEVELS), _peak(sums) / np.float32(PAIR_LEVELS)
+        )
         return np.asarray(wanted, np.float32)
 
     return _int8(weight, scale)
@@ -124,7 +150,8 @@ def int8_factors(weight: Array) -> Codes:
 
 def _peak(weight: Array) -> Floats:
     """The largest magnitude in each column, ``[.., N]``."""
-    most, least = weight.max(axis=-2, initial=0), weight.min(axis=-2, initial=0)
+    most = weight.max(axis=-2, initial=0)
+    least = weight.min(axis=-2, initial=0)
     return np.asarray(np.maximum(most, -least), np.float32)
 
 

@@ -1,4 +1,6 @@
-"""The weights in an adapter folder: which LoRA options are accepted, and the tensors that a bundle's slots take."""
+"""The weights in an adapter folder: which LoRA options are accepted, and the tensors that a
+bundle's slots take.
+"""
 
 import math
 import re
@@ -18,29 +20,70 @@ from ssdevice.errors import ConfigError, InputError, UnsupportedModelError
 PEFT_PREFIX = "base_model.model."
 TOKEN = SlotKind.STREAM, "token"
 """The factors of g (``StreamConfig.token_rank``), which has outputs for every stream."""
-PLAIN = frozenset({
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "bias", "use_rslora", "init_lora_weights",
-    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_core", "loftq_config",
-    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
-})  # fmt: skip
+PLAIN = frozenset(
+    {
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "bias",
+        "use_rslora",
+        "init_lora_weights",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+        "runtime_config",
+        "ensure_weight_tying",
+    }
+)
 """Options that are accepted with any value, except for ``bias`` and ``init_lora_weights``."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """``init_lora_weights`` that leave the base as it is; others subtract the initial factors from it."""
-MERGED = frozenset({
-    "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "fan_in_fan_out",
-    "use_qalora", "alora_invocation_tokens", "arrow_config", "monteclora_config", "kasa_config", "use_bdlora",
-    "velora_config", "megatron_config",
-})  # fmt: skip
+MERGED = frozenset(
+    {
+        "use_dora",
+        "modules_to_save",
+        "trainable_token_indices",
+        "target_parameters",
+        "lora_bias",
+        "fan_in_fan_out",
+        "use_qalora",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "monteclora_config",
+        "kasa_config",
+        "use_bdlora",
+        "velora_config",
+        "megatron_config",
+    }
+)
 """Options that only PEFT can apply, or refuse, when it merges."""
 RANDOM_START = "pissa_niter_"
 """Prefix of ``init_lora_weights`` that change the base by a random, unrepeatable approximation."""
 
 
 def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
-    """Raise InputError for an option in ``adapter_config.json`` that would be ignored. ``apart``: the LoRA stays
-    separate from the base. Only its two factors and their scaling are kept then, so any other effect would be lost
-    silently; PEFT itself handles the rest when it merges."""
+    """Raise InputError for an option in ``adapter_config.json`` that would be ignored.
+
+    ``apart``: the LoRA stays separate from the base. Only its two factors and their scaling are
+    kept then, so any other effect would be lost silently; PEFT itself handles the rest when it
+    merges.
+    """
     if config.get("layer_replication"):
         raise InputError(f"{folder}: layer_replication changes the base model; it is not supported")
     start = config.get("init_lora_weights", True)
@@ -49,7 +92,9 @@ def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
         raise InputError(f"{folder}: {what}; convert it to a plain LoRA")
     for option, value in config.items():
         if value and option not in PLAIN | MERGED | {"layer_replication"}:
-            raise InputError(f"{folder}: this version does not know the LoRA option {option[:60]!r}")
+            raise InputError(
+                f"{folder}: this version does not know the LoRA option {option[:60]!r}"
+            )
     if not apart:
         return
     wanted = [option for option in sorted(MERGED) if config.get(option)]
@@ -72,14 +117,20 @@ class Factors:
 
 @dataclass(frozen=True)
 class AdapterWeights(AdapterFolder):
-    """An adapter folder and its weights. ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams."""
+    """An adapter folder and its weights.
+
+    ``factors``: by kind and name; ``identifiers [γ, hidden]``: with streams.
+    """
 
     identifiers: Floats | None = None
     factors: dict[tuple[SlotKind, str], Factors] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The weights in a folder. Raises InputError if it is not an adapter or does not fit into slots."""
+        """The weights in a folder.
+
+        Raises InputError if it is not an adapter or does not fit into slots.
+        """
         opened = AdapterFolder.open(folder)
         opened.check_apart()
         _ = opened.variant  # raises if slots cannot hold it
@@ -95,16 +146,22 @@ class AdapterWeights(AdapterFolder):
 
 
 def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> dict[str, Array]:
-    """The tensors of a variant's slots by name. Linears without factors get rank 0, or zeros where the rank is fixed.
-    ``gamma``: number of streams in the bundle. Raises InputError for factors with a wrong shape or without a slot."""
-    folder, waiting = weights.folder, dict(weights.factors)
+    """The tensors of a variant's slots by name.
+
+    Linears without factors get rank 0, or zeros where the rank is fixed. ``gamma``: number of
+    streams in the bundle. Raises InputError for factors with a wrong shape or without a slot.
+    """
+    folder = weights.folder
+    waiting = dict(weights.factors)
     if (g := waiting.get(TOKEN)) is not None:
         waiting[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
     tensors: dict[str, Array] = {}
     for slot in variant.slots:
         tensors |= _slot_tensors(folder, slot, waiting)
     for kind, name in waiting:
-        raise InputError(f"{folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers")
+        raise InputError(
+            f"{folder}: the bundle has no {kind} slot for {name!r}; slots are for linears of layers"
+        )
     if variant.streams is not None:
         tensors[variant.identifiers] = np.ascontiguousarray(_identifiers(weights, gamma, hidden))
     elif variant.identifiers:
@@ -113,23 +170,35 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
 
 
 def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> Floats:
-    """The first γ stream identifiers ``[γ, hidden]``. Raises InputError if the adapter has none of this shape."""
+    """The first γ stream identifiers ``[γ, hidden]``.
+
+    Raises InputError if the adapter has none of this shape.
+    """
     found = weights.identifiers
     if found is None or found.ndim != 2 or len(found) < gamma or found.shape[1] != hidden:
         shape = None if found is None else list(found.shape)
-        raise InputError(f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]")
+        raise InputError(
+            f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]"
+        )
     return found[:gamma]
 
 
-def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]) -> dict[str, Array]:
+def _slot_tensors(
+    folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]
+) -> dict[str, Array]:
     downs = []
     tensors: dict[str, Array] = {}
     for source, outputs, spec in zip(slot.sources, slot.outputs, slot.ups, strict=True):
         factors = waiting.pop((slot.kind, source), None) if source else None
         if factors is None:
-            factors = Factors(np.zeros((0, slot.inputs), np.float32), np.zeros((outputs, 0), np.float32))
+            factors = Factors(
+                np.zeros((0, slot.inputs), np.float32), np.zeros((outputs, 0), np.float32)
+            )
         rank = len(factors.down)
-        if (factors.down.shape, factors.up.shape) != ((rank, slot.inputs), (outputs, rank)) or 0 < slot.rank < rank:
+        if (factors.down.shape, factors.up.shape) != (
+            (rank, slot.inputs),
+            (outputs, rank),
+        ) or 0 < slot.rank < rank:
             limit = f" and a rank of at most {slot.rank}" if slot.rank else ""
             shapes = f"{list(factors.down.shape)} and {list(factors.up.shape)}"
             takes = f"its slot takes {slot.inputs} inputs, {outputs} outputs{limit}"
@@ -151,13 +220,19 @@ def _slot_tensors(folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], 
 def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
     config = read_json(folder / PEFT_CONFIG)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise InputError(f"{folder / PEFT_CONFIG}: peft_type is not LORA; only a LoRA fits into slots")
+        raise InputError(
+            f"{folder / PEFT_CONFIG}: peft_type is not LORA; only a LoRA fits into slots"
+        )
     check_options(folder, config, apart=True)
     file = folder / PEFT_WEIGHTS
     factors = {}
-    for name, found in _factors(file, read_floats(file), ".lora_A.weight", ".lora_B.weight").items():
+    for name, found in _factors(
+        file, read_floats(file), ".lora_A.weight", ".lora_B.weight"
+    ).items():
         if not name.startswith(PEFT_PREFIX):
-            raise InputError(f"{file}: {name!r} does not begin with {PEFT_PREFIX!r}, as PEFT's names do")
+            raise InputError(
+                f"{file}: {name!r} does not begin with {PEFT_PREFIX!r}, as PEFT's names do"
+            )
         module = name.removeprefix(PEFT_PREFIX)
         scaling = _scaling(folder, config, module, len(found.down))
         factors[SlotKind.LORA, module] = Factors(found.down, found.up * scaling)
@@ -171,26 +246,40 @@ def _scaling(folder: Path, config: Mapping[str, Any], module: str, found: int) -
         alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     except (KeyError, TypeError, ZeroDivisionError, ValueError, re.error) as error:
-        raise ConfigError(f"{folder / PEFT_CONFIG}: r, lora_alpha or a pattern cannot be used ({error})") from error
+        raise ConfigError(
+            f"{folder / PEFT_CONFIG}: r, lora_alpha or a pattern cannot be used ({error})"
+        ) from error
     if rank != found:
         raise InputError(f"{folder}: {module} has rank {found}, {PEFT_CONFIG} says {rank}")
     return np.float32(scaling)
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    found = (
+        value
+        for pattern, value in (patterns or {}).items()
+        if re.match(rf"(.*\.)?({pattern})$", module)
+    )
     return next(found, default)
 
 
 def _factors(file: Path, tensors: Mapping[str, Array], down: str, up: str) -> dict[str, Factors]:
     found = {}
-    names = [name.removesuffix(suffix) for name in tensors for suffix in (down, up) if name.endswith(suffix)]
+    names = [
+        name.removesuffix(suffix)
+        for name in tensors
+        for suffix in (down, up)
+        if name.endswith(suffix)
+    ]
     for name in dict.fromkeys(names):
-        first, second = tensors.get(name + down), tensors.get(name + up)
+        first = tensors.get(name + down)
+        second = tensors.get(name + up)
         if first is None or second is None:
             raise InputError(f"{file}: {name!r} has only one of its factors")
         if first.ndim != 2 or second.ndim != 2 or len(first) != second.shape[1]:
-            raise InputError(f"{file}: the factors of {name!r} have shapes {list(first.shape)}, {list(second.shape)}")
+            raise InputError(
+                f"{file}: the factors of {name!r} have shapes {list(first.shape)}, {list(second.shape)}"
+            )
         found[name] = Factors(first, second)
     if others := tensors.keys() - {name + suffix for name in found for suffix in (down, up)}:
         what = f"unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears"

@@ -19,16 +19,31 @@ from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.options import LossWeights
 
 Texts = Sequence[Sequence[int]]
-# The reference and a quantized graph round at different places. Ties are margins of the reference's logits.
-LEAST_AGREEMENT = {Precision.FP32: 1.0, Precision.FP16: 0.99, Precision.INT8: 0.97, Precision.INT4: 0.85}
-TIES = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 2.0, Precision.PALETTE4: 2.0}
+# The reference and a quantized graph round at different places. Ties are margins of the reference's
+# logits.
+LEAST_AGREEMENT = {
+    Precision.FP32: 1.0,
+    Precision.FP16: 0.99,
+    Precision.INT8: 0.97,
+    Precision.INT4: 0.85,
+}
+TIES = {
+    Precision.FP32: 1e-3,
+    Precision.FP16: 0.1,
+    Precision.INT8: 0.5,
+    Precision.INT4: 2.0,
+    Precision.PALETTE4: 2.0,
+}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """``agreeing`` of ``tokens`` are the reference's choice; ``largest_margin``: of one that is not. ``near_ties``: of
-    the others, the reference's second choice within TIES. ``simulated``: whether the reference rounds as the bundle
-    does."""
+    """``agreeing`` of ``tokens`` are the reference's choice; ``largest_margin``: of one that is
+    not.
+
+    ``near_ties``: of the others, the reference's second choice within TIES. ``simulated``: whether
+    the reference rounds as the bundle does.
+    """
 
     tokens: int
     agreeing: int
@@ -44,51 +59,91 @@ class Agreement:
 
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
-        found, least, tie = [], LEAST_AGREEMENT.get(self.precision, 0.85), TIES[self.precision]
+        found = []
+        least = LEAST_AGREEMENT.get(self.precision, 0.85)
+        tie = TIES[self.precision]
         # Even in fp32 a near-tie may go either way, so there only the margin decides.
         if self.share < least and self.precision is not Precision.FP32:
-            found.append(f"{self.share:.1%} of tokens agree or are near-ties, at least {least:.0%} must")
+            found.append(
+                f"{self.share:.1%} of tokens agree or are near-ties, at least {least:.0%} must"
+            )
         if self.simulated and self.largest_margin > tie:
-            found.append(f"prefers another token by {self.largest_margin:.3g}, at most {tie} is a near-tie")
+            found.append(
+                f"prefers another token by {self.largest_margin:.3g}, at most {tie} is a near-tie"
+            )
         return [f"torch reference: {fault}" for fault in found]
 
 
 def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path | None) -> Path:
-    """The folder of ``model``. Raises InputError, before anything runs, for a model that is not the bundle's base or an
-    adapter that does not fit it or the app."""
-    folder, own = resolve_folder(model), bundle.app(app)
+    """The folder of ``model``.
+
+    Raises InputError, before anything runs, for a model that is not the bundle's base or an adapter
+    that does not fit it or the app.
+    """
+    folder = resolve_folder(model)
+    own = bundle.app(app)
     identity = BaseIdentity.of(folder, read_config(folder))
     bundle.check_base(f"--model {model}", identity.sha256)
     if adapter is None and own.kind is not AdapterKind.BASE:
-        raise InputError(f"--model {model} needs --adapter: app {own.name!r} of {bundle.folder} has one")
+        raise InputError(
+            f"--model {model} needs --adapter: app {own.name!r} of {bundle.folder} has one"
+        )
     if adapter is not None and own.kind is AdapterKind.BASE:
-        raise InputError(f"--adapter {adapter}: app {own.name!r} of {bundle.folder} is the base without one")
+        raise InputError(
+            f"--adapter {adapter}: app {own.name!r} of {bundle.folder} is the base without one"
+        )
     if adapter is not None:
         found = AdapterFolder.open(adapter, identity)
         if (found.mode, found.msa_layers, found.rank()) != (own.mode, own.msa_layers, own.rank):
-            raise InputError(f"--adapter {adapter}: app {own.name!r} of {bundle.folder} was made from another adapter")
+            raise InputError(
+                f"--adapter {adapter}: app {own.name!r} of {bundle.folder} was made from another adapter"
+            )
     return folder
 
 
 def agreement(
-    bundle: Bundle, app: str | None, model: StreamModel, prompts: Texts, answers: Texts, report: Report
+    bundle: Bundle,
+    app: str | None,
+    model: StreamModel,
+    prompts: Texts,
+    answers: Texts,
+    report: Report,
 ) -> Agreement:
-    """How many tokens the torch model would have chosen too, each after the bundle's own answer so far. ``app``: of the
-    bundle; ``model``: its base and adapter, see ``reference_folder``."""
+    """How many tokens the torch model would have chosen too, each after the bundle's own answer so
+    far.
+
+    ``app``: of the bundle; ``model``: its base and adapter, see ``reference_folder``.
+    """
     rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, model)
-    tokens, agreeing, near_ties, worst = 0, 0, 0, 0.0
+    tokens = 0
+    agreeing = 0
+    near_ties = 0
+    worst = 0.0
     with rounded or nullcontext(), torch.no_grad():
-        for prompt, answer in track(report, "torch reference", list(zip(prompts, answers, strict=True))):
+        for prompt, answer in track(
+            report, "torch reference", list(zip(prompts, answers, strict=True))
+        ):
             logits = main_logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
             agree, near, margin = judge(logits, torch.tensor(answer), TIES[precision])
             tokens += len(answer)
             agreeing, near_ties, worst = agreeing + agree, near_ties + near, max(worst, margin)
-    return Agreement(tokens, agreeing, near_ties, worst, rounded is not None or precision is Precision.FP32, precision)
+    return Agreement(
+        tokens,
+        agreeing,
+        near_ties,
+        worst,
+        rounded is not None or precision is Precision.FP32,
+        precision,
+    )
 
 
 def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, int, float]:
-    """How many ids ``chosen [n]`` are first in ``logits [n, V]``, how many near-ties, and the largest margin. A
-    near-tie is the second choice: where many logits are close, distance alone would excuse a wrong bundle."""
+    """How many ids ``chosen [n]`` are first in ``logits [n, V]``, how many near-ties, and the
+    largest margin.
+
+    A near-tie is the second choice: where many logits are close, distance alone would excuse a
+    wrong bundle.
+    """
     best, first = logits.max(dim=-1)
     own = logits.gather(1, chosen[:, None])
     margins = best - own[:, 0]
@@ -99,5 +154,7 @@ def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, 
 
 def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
     """Logits ``[len(ids), V]`` of the main rows of a whole text at once."""
-    _, h, _ = StreamingLoss(model, LossWeights(main=1.0, stream=0.0)).run_main(torch.tensor([list(ids)]))
+    _, h, _ = StreamingLoss(model, LossWeights(main=1.0, stream=0.0)).run_main(
+        torch.tensor([list(ids)])
+    )
     return model.backbone.head(h)[0]

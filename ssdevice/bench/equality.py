@@ -1,10 +1,10 @@
-"""The one comparison of answers, and the rule that tells a near-tie from a fault: of the decoding modes of a bundle and
-of two bundles (``bench.modes``), and of sampled answers (``bench.sampled``).
+"""The one comparison of answers, and the rule that tells a near-tie from a fault: of the decoding
+modes of a bundle and of two bundles (``bench.modes``), and of sampled answers (``bench.sampled``).
 
-Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may swap. A difference is
-a near-tie if the logits of both tokens, at the first differing place, are at most twice as far apart as the largest
-change of any logit on rows of the same text that chose the same token, and if that change is below the ceiling of the
-precision. Anything else is a fault.
+Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may
+swap. A difference is a near-tie if the logits of both tokens, at the first differing place, are at
+most twice as far apart as the largest change of any logit on rows of the same text that chose the
+same token, and if that change is below the ceiling of the precision. Anything else is a fault.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,16 @@ from ssdevice.bundle.manifest import Precision
 from ssdevice.progress import Report, track
 
 MARGIN_PROMPTS = 2
-"""Prompts whose logits are compared even if all answers agree, so that the largest change is always known."""
-MOST = {Precision.FP32: 1e-3, Precision.FP16: 0.1, Precision.INT8: 0.5, Precision.INT4: 0.5, Precision.PALETTE4: 0.5}
+"""Prompts whose logits are compared even if all answers agree, so that the largest change is always
+known.
+"""
+MOST = {
+    Precision.FP32: 1e-3,
+    Precision.FP16: 0.1,
+    Precision.INT8: 0.5,
+    Precision.INT4: 0.5,
+    Precision.PALETTE4: 0.5,
+}
 """Largest allowed change of a logit, by precision, fixed before any run."""
 DIFFERING_SHARE = 0.005
 NOT_MEASURED = (
@@ -34,8 +42,11 @@ Rows = NDArray[np.float32]
 
 @dataclass
 class Answer:
-    """The tokens of an answer. ``show``: the logits ``[n, vocab]`` that the expected tokens were, or would be, chosen
-    from; None if nothing shows them. ``logprobs``: of sampled tokens."""
+    """The tokens of an answer.
+
+    ``show``: the logits ``[n, vocab]`` that the expected tokens were, or would be, chosen from;
+    None if nothing shows them. ``logprobs``: of sampled tokens.
+    """
 
     tokens: list[int]
     show: Callable[[], Rows | None] = lambda: None
@@ -49,8 +60,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """What every mode answers: ``prompts`` of token ids, each with at most ``max_tokens`` until one of ``stop_ids``.
-    ``precision``: of the bundle that answers."""
+    """What every mode answers: ``prompts`` of token ids, each with at most ``max_tokens`` until one
+    of ``stop_ids``.
+
+    ``precision``: of the bundle that answers.
+    """
 
     prompts: Sequence[Sequence[int]]
     stop_ids: Sequence[int]
@@ -60,13 +74,17 @@ class Asked:
 
 
 Answerer = Callable[[Any, Sequence[int]], Answer]
-"""``(case, expected) -> Answer``; ``expected``: the tokens it is compared with, empty for the reference itself."""
+"""``(case, expected) -> Answer``; ``expected``: the tokens it is compared with, empty for the
+reference itself.
+"""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer first differs from the expected one. ``margin``: distance of both tokens' logits; None if not
-    measured."""
+    """Where an answer first differs from the expected one.
+
+    ``margin``: distance of both tokens' logits; None if not measured.
+    """
 
     arm: str
     prompt: int
@@ -78,10 +96,13 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Answers compared with a reference's, and the rule that excuses near-ties. ``precision``: of the bundle, or the
-    coarser of two. ``largest_change``: of any logit; None without logits. ``modes``: what is compared; ``between``: in
-    words. ``nodes_ended``: of the tree's ``nodes``, those at which an accepted run ended. ``answers``: the reference's
-    tokens by prompt."""
+    """Answers compared with a reference's, and the rule that excuses near-ties.
+
+    ``precision``: of the bundle, or the coarser of two. ``largest_change``: of any logit; None
+    without logits. ``modes``: what is compared; ``between``: in words. ``nodes_ended``: of the
+    tree's ``nodes``, those at which an accepted run ended. ``answers``: the reference's tokens by
+    prompt.
+    """
 
     precision: Precision
     prompts: int
@@ -98,10 +119,18 @@ class Comparison:
         return MOST[self.precision]
 
     def compare(
-        self, stage: str, cases: Sequence[Any], reference: Answerer, others: Mapping[str, Answerer], report: Report
+        self,
+        stage: str,
+        cases: Sequence[Any],
+        reference: Answerer,
+        others: Mapping[str, Answerer],
+        report: Report,
     ) -> Self:
-        """Answer every case, a prompt mostly, by the reference, then by each of the others, and add all differences."""
-        self.prompts, self.modes = len(cases), list(others)
+        """Answer every case, a prompt mostly, by the reference, then by each of the others, and add
+        all differences.
+        """
+        self.prompts = len(cases)
+        self.modes = list(others)
         for number, case in enumerate(track(report, stage, cases)):
             expected = reference(case, [])
             self.answers.append(expected.tokens)
@@ -119,7 +148,8 @@ class Comparison:
         differs = found.tokens != expected.tokens
         if not differs and number >= MARGIN_PROMPTS:
             return
-        mine, theirs = expected.rows, found.rows
+        mine = expected.rows
+        theirs = found.rows
         if mine is not None and theirs is not None:
             same = min(len(mine), len(theirs))
             agree = mine[:same].argmax(1) == theirs[:same].argmax(1)
@@ -127,15 +157,22 @@ class Comparison:
             self.largest_change = max(self.largest_change or 0.0, change)
         if differs:
             at, one, other = first_difference(expected.tokens, found.tokens)
-            rows, margin = theirs if mine is None else mine, None
+            rows = theirs if mine is None else mine
+            margin = None
             if rows is not None and at < len(rows) and min(one, other) >= 0:
                 margin = float(abs(rows[at, one] - rows[at, other]))
             self.differences.append(Difference(mode, number, at, one, other, margin))
 
     def near_tie(self, difference: Difference) -> bool:
         """Whether the margin of a difference excuses it."""
-        change, margin = self.largest_change, difference.margin
-        return margin is not None and change is not None and change <= self.ceiling and margin <= 2 * change
+        change = self.largest_change
+        margin = difference.margin
+        return (
+            margin is not None
+            and change is not None
+            and change <= self.ceiling
+            and margin <= 2 * change
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as ``verify --json`` writes it."""
@@ -152,11 +189,19 @@ class Comparison:
         }
 
     def faults(self) -> list[str]:
-        """What breaks the promise of equal answers: differences that nothing excuses, and too many differing prompts.
-        None may differ in fp32, otherwise 0.5 % of a mode's prompts but at least one."""
-        allowed = 0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
+        """What breaks the promise of equal answers: differences that nothing excuses, and too many
+        differing prompts.
+
+        None may differ in fp32, otherwise 0.5 % of a mode's prompts but at least one.
+        """
+        allowed = (
+            0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
+        )
         many = {mode: count for mode, count in self.differing.items() if count > allowed}
-        found = [f"{m}: {count} of {self.prompts} prompts differ, at most {allowed} may" for m, count in many.items()]
+        found = [
+            f"{m}: {count} of {self.prompts} prompts differ, at most {allowed} may"
+            for m, count in many.items()
+        ]
         return self.unexcused() + found
 
     def unexcused(self) -> list[str]:
@@ -164,16 +209,24 @@ class Comparison:
         found = []
         for d in self.differences:
             if not self.near_tie(d):
-                why = "its margin was not measured" if d.margin is None else f"its margin is {d.margin:.3g}"
+                why = (
+                    "its margin was not measured"
+                    if d.margin is None
+                    else f"its margin is {d.margin:.3g}"
+                )
                 where = f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1}"
                 found.append(f"{where} ({d.found} instead of {d.expected}); not a near-tie: {why}")
         if (change := self.largest_change) is not None and change > self.ceiling:
-            found.append(f"a logit changes by {change:.3g} between {self.between}, at most {self.ceiling} may")
+            found.append(
+                f"a logit changes by {change:.3g} between {self.between}, at most {self.ceiling} may"
+            )
         return found
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
-    """The first position at which two answers differ and both tokens there; -1 for an answer that has ended."""
+    """The first position at which two answers differ and both tokens there; -1 for an answer that
+    has ended.
+    """
     pairs = enumerate(zip_longest(expected, found, fillvalue=-1))
     return next(((i, a, b) for i, (a, b) in pairs if a != b), (len(expected), -1, -1))
 

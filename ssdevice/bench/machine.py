@@ -44,13 +44,18 @@ def _cpuinfo() -> dict[str, str]:
     """What Linux says of its last processor, by name; nothing elsewhere."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        return {
+            name.strip(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
     return {}
 
 
 @dataclass(frozen=True)
 class Load:
-    """``others``: share of all cores used by other processes, 0..1; ``before``/``after``: load averages."""
+    """``others``: share of all cores used by other processes, 0..1; ``before``/``after``: load
+    averages.
+    """
 
     others: float
     before: tuple[float, float, float]
@@ -76,15 +81,21 @@ class Load:
 
 
 class LoadWatch:
-    """Measures the load by other processes from now until ``load`` is called. ``workers``: ids of processes that belong
-    to the measurement and run until then."""
+    """Measures the load by other processes from now until ``load`` is called.
+
+    ``workers``: ids of processes that belong to the measurement and run until then.
+    """
 
     def __init__(self, workers: Sequence[int] = ()) -> None:
         with needs_extra("bench"):
             import psutil
         self._psutil = psutil
         self._workers = workers
-        self._clock, self._busy, self._own = perf_counter(), self._busy_seconds(), self._own_seconds()
+        self._clock, self._busy, self._own = (
+            perf_counter(),
+            self._busy_seconds(),
+            self._own_seconds(),
+        )
         self._before = psutil.getloadavg()
 
     def load(self) -> Load:

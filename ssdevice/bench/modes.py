@@ -1,8 +1,9 @@
-"""Compares plain decoding of a bundle with its other modes, and with plain decoding of another bundle.
+"""Compares plain decoding of a bundle with its other modes, and with plain decoding of another
+bundle.
 
-One of the modes has *forced* drafts: they put the plain answer on one tree path after another, with wrong ids
-everywhere else, until every node was the end of an accepted run. An untrained or badly matched app accepts too few of
-its own drafts for that.
+One of the modes has *forced* drafts: they put the plain answer on one tree path after another, with
+wrong ids everywhere else, until every node was the end of an accepted run. An untrained or badly
+matched app accepts too few of its own drafts for that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +17,30 @@ from ssdevice.contract import PLAIN, STEP
 from ssdevice.errors import BundleError
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.engine import Engine
-from ssdevice.runtime.loop import PLAIN_STEP, SPECULATIVE, Advance, decode, plain, plain_step, prefill, speculative
+from ssdevice.runtime.loop import (
+    PLAIN_STEP,
+    SPECULATIVE,
+    Advance,
+    decode,
+    plain,
+    plain_step,
+    prefill,
+    speculative,
+)
 from ssdevice.text.stream import Emission
 
-FORCED, OTHER = "forced", "other bundle"
+FORCED = "forced"
+OTHER = "other bundle"
 
 
-def greedy(conversation: Conversation, shown: Engine | None, asked: Asked, advance: Advance | set[int]) -> Answerer:
-    """Answers prompts of token ids greedily in one decoding mode, or with forced drafts: a set collects the nodes at
-    which their runs ended. ``shown``: an engine of the same bundle that shows logits, if there is one."""
+def greedy(
+    conversation: Conversation, shown: Engine | None, asked: Asked, advance: Advance | set[int]
+) -> Answerer:
+    """Answers prompts of token ids greedily in one decoding mode, or with forced drafts: a set
+    collects the nodes at which their runs ended.
+
+    ``shown``: an engine of the same bundle that shows logits, if there is one.
+    """
 
     def answered(ids: Sequence[int], expected: Sequence[int]) -> Answer:
         def mode(ended: set[int]) -> Advance:
@@ -37,16 +53,29 @@ def greedy(conversation: Conversation, shown: Engine | None, asked: Asked, advan
     return answered
 
 
-def shown_rows(shown: Engine | None, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Rows | None:
-    """Logits ``[len(truth), vocab]`` of a mode kept on ``truth`` after ``ids``; None without an engine. The last prompt
-    token is decoded, because prefill shows no logits."""
-    return led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance) if shown is not None else None
+def shown_rows(
+    shown: Engine | None, ids: Sequence[int], truth: Sequence[int], advance: Advance
+) -> Rows | None:
+    """Logits ``[len(truth), vocab]`` of a mode kept on ``truth`` after ``ids``; None without an
+    engine.
+
+    The last prompt token is decoded, because prefill shows no logits.
+    """
+    return (
+        led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance)
+        if shown is not None
+        else None
+    )
 
 
 def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Comparison:
-    """Decode prompts in all modes of an engine. ``shown``: an engine that also shows logits, if the target has one."""
+    """Decode prompts in all modes of an engine.
+
+    ``shown``: an engine that also shows logits, if the target has one.
+    """
     result = Comparison(asked.precision, len(asked.prompts), nodes=engine.geometry.tree.size)
-    by, base = partial(greedy, engine.new_conversation(), shown, asked), plain_of(engine)
+    by = partial(greedy, engine.new_conversation(), shown, asked)
+    base = plain_of(engine)
     others = {PLAIN_STEP: by(plain_step)} if STEP in engine.functions and base is plain else {}
     if STEP in engine.functions:
         others |= {SPECULATIVE: by(speculative), FORCED: by(result.nodes_ended)}
@@ -54,7 +83,9 @@ def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Compari
 
 
 class Agreement(Comparison):
-    """The result of ``against_bundle``: two quantizations of a model are two models, which may differ."""
+    """The result of ``against_bundle``: two quantizations of a model are two models, which may
+    differ.
+    """
 
     def faults(self) -> list[str]:
         """Those of a comparison between float32 bundles; none for other precisions."""
@@ -62,17 +93,27 @@ class Agreement(Comparison):
 
 
 def against_bundle(
-    mine: Engine | None, other: Engine, other_shown: Engine | None, asked: Asked, answers: Sequence[list[int]]
+    mine: Engine | None,
+    other: Engine,
+    other_shown: Engine | None,
+    asked: Asked,
+    answers: Sequence[list[int]],
 ) -> Agreement:
-    """Decode prompts with ``other`` and compare with ``answers``, as far as its context holds them. ``mine`` and
-    ``other_shown`` show logits; ``asked`` has the coarser precision of both. Raises ContextOverflowError for a prompt
-    that is longer than the context."""
-    base, room = plain_of(other), other.geometry.context + 1
+    """Decode prompts with ``other`` and compare with ``answers``, as far as its context holds them.
+
+    ``mine`` and ``other_shown`` show logits; ``asked`` has the coarser precision of both. Raises
+    ContextOverflowError for a prompt that is longer than the context.
+    """
+    base = plain_of(other)
+    room = other.geometry.context + 1
     decode = greedy(other.new_conversation(), other_shown, asked, base)
 
     def given(case: tuple[Sequence[int], list[int]], _: Sequence[int]) -> Answer:
-        ids, tokens = case[0], case[1][: room - len(case[0])]
-        return Answer(tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base))
+        ids = case[0]
+        tokens = case[1][: room - len(case[0])]
+        return Answer(
+            tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base)
+        )
 
     result = Agreement(asked.precision, len(asked.prompts), between="the bundles")
     cases = list(zip(asked.prompts, answers, strict=True))
@@ -86,7 +127,11 @@ def plain_of(engine: Engine) -> Advance:
 
 
 def answer(
-    conversation: Conversation, ids: Sequence[int], advance: Advance, stop_ids: Sequence[int], max_tokens: int
+    conversation: Conversation,
+    ids: Sequence[int],
+    advance: Advance,
+    stop_ids: Sequence[int],
+    max_tokens: int,
 ) -> list[int]:
     """The tokens of one answer, without text."""
 
@@ -95,22 +140,33 @@ def answer(
         return Emission("", end or len(run), end is not None)
 
     conversation.length = 0
-    return [token for run in decode(conversation, ids, advance, accept, max_tokens) for token in run.tokens]
+    return [
+        token
+        for run in decode(conversation, ids, advance, accept, max_tokens)
+        for token in run.tokens
+    ]
 
 
 def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
-    """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong ids elsewhere; then on
-    those of a short step, if there is one. ``ended`` collects the nodes of the whole tree at which runs ended."""
-    turn, paths = 0, list[tuple[int, ...]]()
+    """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong
+    ids elsewhere; then on those of a short step, if there is one.
+
+    ``ended`` collects the nodes of the whole tree at which runs ended.
+    """
+    turn = 0
+    paths = list[tuple[int, ...]]()
 
     def advance(conversation: Conversation, last: int) -> Sequence[int]:
         nonlocal turn
         g = conversation.geometry
         if not paths:
             paths.extend((*g.tree.paths, *(g.shorter.tree.paths if conversation.short else ())))
-        at = conversation.length - prompt_tokens + 1  # index in truth of what follows the last token
+        at = (
+            conversation.length - prompt_tokens + 1
+        )  # index in truth of what follows the last token
         node, turn = turn % len(paths), turn + 1
-        path, whole = paths[node], node < g.tree.size
+        path = paths[node]
+        whole = node < g.tree.size
         for stream in range(g.gamma):
             true = truth[at + stream] if at + stream < len(truth) else 0
             conversation.drafts[stream] = (true + 1 + np.arange(g.k)) % g.vocab
@@ -124,15 +180,20 @@ def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance
     return advance
 
 
-def lead(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Iterator[int]:
-    """Keep a mode on ``truth`` after ``ids``, whatever it chooses, and yield how many tokens of it each call stood for:
-    0 for the prefill, then the first and those after it as long as the mode chose them itself."""
+def lead(
+    conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance
+) -> Iterator[int]:
+    """Keep a mode on ``truth`` after ``ids``, whatever it chooses, and yield how many tokens of it
+    each call stood for: 0 for the prefill, then the first and those after it as long as the mode
+    chose them itself.
+    """
     conversation.length = 0
     if ids:
         prefill(conversation, ids)
     yield (at := 0)
     while at + 1 < len(truth):
-        run, kept = advance(conversation, truth[at]), 1
+        run = advance(conversation, truth[at])
+        kept = 1
         while kept < len(run) and at + kept + 1 < len(truth) and run[kept - 1] == truth[at + kept]:
             kept += 1
         conversation.length += kept
@@ -140,13 +201,19 @@ def lead(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], a
         yield kept
 
 
-def led(conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance) -> Rows:
-    """Logits ``[len(truth) - 1, vocab]`` of a mode kept on ``truth`` after ``ids``. Raises BundleError for logits that
-    are not finite."""
+def led(
+    conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance
+) -> Rows:
+    """Logits ``[len(truth) - 1, vocab]`` of a mode kept on ``truth`` after ``ids``.
+
+    Raises BundleError for logits that are not finite.
+    """
     rows: list[Rows] = []
     for kept in filter(None, lead(conversation, ids, truth, advance)):
         logits = conversation.logits[:kept]
         if not np.isfinite(logits).all():
-            raise BundleError(f"{conversation.engine.source}: logits are not finite; export the bundle again")
+            raise BundleError(
+                f"{conversation.engine.source}: logits are not finite; export the bundle again"
+            )
         rows.extend(logits)
     return np.stack(rows) if rows else np.zeros((0, conversation.geometry.vocab), np.float32)

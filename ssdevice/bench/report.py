@@ -1,4 +1,6 @@
-"""A measurement as JSON, as Markdown, and as one HTML page without scripts, fonts or pictures from elsewhere."""
+"""A measurement as JSON, as Markdown, and as one HTML page without scripts, fonts or pictures from
+elsewhere.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -23,7 +25,10 @@ Json = dict[str, Any]
 
 
 def quality_of(result: BenchResult, metric: str | None) -> Json:
-    """Scores by mode with 95 % intervals; empty if an example has no target. ``metric``: see ``choose_metric``."""
+    """Scores by mode with 95 % intervals; empty if an example has no target.
+
+    ``metric``: see ``choose_metric``.
+    """
     if (metric := choose_metric(result.examples, metric)) is None:
         return {}
     found: Json = {"metric": metric}
@@ -31,15 +36,26 @@ def quality_of(result: BenchResult, metric: str | None) -> Json:
         # Equal tokens have equal scores, so one mode is enough then.
         if name == SPECULATIVE or result.differing(name) or SPECULATIVE not in result.modes:
             columns = score(metric, [answer.text for answer in mode.answers], result.examples)
-            found[name] = {column: asdict(mean_interval(values)) for column, values in columns.items()}
+            found[name] = {
+                column: asdict(mean_interval(values)) for column, values in columns.items()
+            }
     return found
 
 
 def as_json(
-    setting: Json, geometry: Geometry, options: BenchOptions, result: BenchResult, quality: Json, memory: Json
+    setting: Json,
+    geometry: Geometry,
+    options: BenchOptions,
+    result: BenchResult,
+    quality: Json,
+    memory: Json,
 ) -> Json:
-    """The object ``bench --json`` writes. ``setting``: what was measured, which becomes a part of it as it is."""
-    speedup, drafts = result.speedup, result.acceptance.table(geometry.gamma, geometry.k)
+    """The object ``bench --json`` writes.
+
+    ``setting``: what was measured, which becomes a part of it as it is.
+    """
+    speedup = result.speedup
+    drafts = result.acceptance.table(geometry.gamma, geometry.k)
     differing = {name: result.differing(name) for name in result.modes}
     return {
         **setting,
@@ -51,7 +67,10 @@ def as_json(
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
-        "arms": {name: _mode(mode, result, geometry, memory.get(name)) for name, mode in result.modes.items()},
+        "arms": {
+            name: _mode(mode, result, geometry, memory.get(name))
+            for name, mode in result.modes.items()
+        },
         "equal": result.equal,
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
         "baseline": result.baseline.name if result.baseline else None,
@@ -83,8 +102,13 @@ def arm_as_json(mode: Measured) -> Json:
         "tokens_per_step": round(mode.tokens_per_step, 4),
         "ttft_ms": round(mode.ttft_ms.median, 3),
         "tokens": sum(len(answer.tokens) for answer in mode.answers),
-        "prompt_tokens_per_second": [None if one is None else round(one, 3) for one in mode.prompt_tokens_per_second],
-        "spread": {"tokens_per_second": asdict(mode.tokens_per_second), "ttft_ms": asdict(mode.ttft_ms)},
+        "prompt_tokens_per_second": [
+            None if one is None else round(one, 3) for one in mode.prompt_tokens_per_second
+        ],
+        "spread": {
+            "tokens_per_second": asdict(mode.tokens_per_second),
+            "ttft_ms": asdict(mode.ttft_ms),
+        },
     }
 
 
@@ -98,16 +122,22 @@ TITLES = {
 
 def bounds(interval: Json, digits: int = 2, label: str = "") -> str:
     """The bounds of an interval in brackets, after ``label``; empty if it has none."""
-    low, high = interval["low"], interval["high"]
+    low = interval["low"]
+    high = interval["high"]
     return f" ({label}{low:.{digits}f}..{high:.{digits}f})" if low is not None else ""
 
 
 def conditions(report: Json) -> str:
     """How the numbers of a report came about, in words."""
-    chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in (report["sampling"] or {}).items())
-    machine, threads = report["machine"], report["threads"]
+    chosen = ", ".join(
+        f"{name.replace('_', '-')} {value}" for name, value in (report["sampling"] or {}).items()
+    )
+    machine = report["machine"]
+    threads = report["threads"]
     used = count(threads, "thread") if threads else "the engine's threads"
-    long = f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else ""
+    long = (
+        f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else ""
+    )
     return (
         f"{count(report['prompts'], 'prompt')} of {report['data']}{long}, {chosen or 'greedy'}, "
         f"at most {count(report['max_tokens'], 'token')}, {count(report['rounds'], 'round')}, {used}, "
@@ -118,7 +148,8 @@ def conditions(report: Json) -> str:
 
 def described(report: Json) -> str:
     """The bundle of a report of ``as_json``, in words."""
-    own, kernels = report["app_bytes"], "our kernels" if report["kernels"] else "the engine's kernels"
+    own = report["app_bytes"]
+    kernels = "our kernels" if report["kernels"] else "the engine's kernels"
     return (
         f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB"
         f"{f', {own / 1e6:.1f} MB of them only for the app' if own else ''}, "
@@ -158,40 +189,70 @@ def quartiles(arm: Json) -> str:
 
 
 COLUMNS = (
-    "", "tokens/s", "quartiles", "tokens/step", "ms/step", "host µs/step", "TTFT ms", "prefill tokens/s", "resident MB",
+    "",
+    "tokens/s",
+    "quartiles",
+    "tokens/step",
+    "ms/step",
+    "host µs/step",
+    "TTFT ms",
+    "prefill tokens/s",
+    "resident MB",
     "peak MB",
-)  # fmt: skip
+)
 
 
 def as_markdown(report: Json) -> str:
     """The report of ``as_json`` as Markdown. A measurement that is not valid says so first."""
-    lines = [*heading(report), described(report), *table(COLUMNS, *(_cells(*each) for each in report["arms"].items()))]
+    lines = [
+        *heading(report),
+        described(report),
+        *table(COLUMNS, *(_cells(*each) for each in report["arms"].items())),
+    ]
     if report["speedup"] is not None:
         interval = bounds(report["speedup_interval"], label="95 % interval over prompts: ")
-        lines.append(f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}.")
+        lines.append(
+            f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}."
+        )
     differing = "; ".join(differences(report))
     same = f"All decoding modes gave the same tokens on all {report['prompts']} prompts."
-    lines.append(f"**{differing}**. `ssdevice verify` tells near-ties from faults." if differing else same)
+    lines.append(
+        f"**{differing}**. `ssdevice verify` tells near-ties from faults." if differing else same
+    )
     if SPECULATIVE in report["arms"]:
         lines += _acceptance(report)
     for name, columns in report["quality"].items():
         if name != "metric":
-            values = [f"{column} {value['estimate']:.3f}{bounds(value, 3)}" for column, value in columns.items()]
+            values = [
+                f"{column} {value['estimate']:.3f}{bounds(value, 3)}"
+                for column, value in columns.items()
+            ]
             lines += ["", f"Quality, {TITLES[name]}: {', '.join(values)}."]
     return "\n".join(lines)
 
 
 def _cells(name: str, arm: Json) -> list[str]:
     return [
-        TITLES[name], f"{arm['tokens_per_second']:.1f}", quartiles(arm), f"{arm['tokens_per_step']:.2f}",
-        f"{arm['native_ms_per_step']:.2f}", f"{arm['host_us_per_step']:.0f}", f"{arm['ttft_ms']:.1f}",
-        f"{arm['prefill_tokens_per_second']:.0f}", f"{arm['resident_mb']:.0f}", f"{arm['peak_rss_mb']:.0f}",
-    ]  # fmt: skip
+        TITLES[name],
+        f"{arm['tokens_per_second']:.1f}",
+        quartiles(arm),
+        f"{arm['tokens_per_step']:.2f}",
+        f"{arm['native_ms_per_step']:.2f}",
+        f"{arm['host_us_per_step']:.0f}",
+        f"{arm['ttft_ms']:.1f}",
+        f"{arm['prefill_tokens_per_second']:.0f}",
+        f"{arm['resident_mb']:.0f}",
+        f"{arm['peak_rss_mb']:.0f}",
+    ]
 
 
 def differences(report: Json) -> list[str]:
-    """Which modes gave other tokens than plain decoding, and where, one sentence each; before them, if it is meant."""
-    return ["Inexact: typical acceptance changes the text"] * ("typical_acceptance" in (report["sampling"] or {})) + [
+    """Which modes gave other tokens than plain decoding, and where, one sentence each; before them,
+    if it is meant.
+    """
+    return ["Inexact: typical acceptance changes the text"] * (
+        "typical_acceptance" in (report["sampling"] or {})
+    ) + [
         f"{TITLES[name]} gave other tokens on {count(len(prompts), 'prompt')}; the first is prompt {min(prompts) + 1}"
         for name, prompts in report["differing_prompts"].items()
     ]
@@ -199,36 +260,60 @@ def differences(report: Json) -> list[str]:
 
 def _acceptance(report: Json) -> list[str]:
     histogram = report["arms"][SPECULATIVE]["accepted_histogram"]
-    shares = ", ".join(f"{n}: {steps / max(sum(histogram), 1):.0%}" for n, steps in enumerate(histogram, 1))
+    shares = ", ".join(
+        f"{n}: {steps / max(sum(histogram), 1):.0%}" for n, steps in enumerate(histogram, 1)
+    )
     held = report["acceptance_by_stream_and_rank"]
-    rows = [[str(stream), *(f"{share:.1%}" for share in ranks)] for stream, ranks in enumerate(held, 1)]
+    rows = [
+        [str(stream), *(f"{share:.1%}" for share in ranks)] for stream, ranks in enumerate(held, 1)
+    ]
     columns = ["stream", *(f"rank {rank}" for rank in range(report["k"]))]
-    return ["", f"Tokens per step: {shares}.", "", "Share of true tokens among drafts:", *table(columns, *rows)[:-1]]
+    return [
+        "",
+        f"Tokens per step: {shares}.",
+        "",
+        "Share of true tokens among drafts:",
+        *table(columns, *rows)[:-1],
+    ]
 
 
-PAGE, DATA = "index.html", "report.json"
+PAGE = "index.html"
+DATA = "report.json"
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
-    """Write ``index.html`` and ``report.json`` into a folder, which is made. ``command``: the words that measured it;
-    ``report``: of ``as_json`` here or in ``peers.compare``."""
+    """Write ``index.html`` and ``report.json`` into a folder, which is made.
+
+    ``command``: the words that measured it; ``report``: of ``as_json`` here or in
+    ``peers.compare``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / DATA, report)
     write_text(folder / PAGE, page(report, command))
 
 
 def page(report: Json, command: Sequence[str]) -> str:
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
     environment.filters.update(words=_words, quartiles=quartiles)
     # The plain arm that others are compared with; None if nothing plain was measured.
     base = report["arms"].get(report["baseline"])
-    speeds = [speed or 0 for arm in report["arms"].values() for speed in arm["prompt_tokens_per_second"]]
+    speeds = [
+        speed or 0 for arm in report["arms"].values() for speed in arm["prompt_tokens_per_second"]
+    ]
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
-        report=report, title=title(report), base=base, invalid=None if report["valid"] else why_not_valid(report),
-        numbers=_numbers(report), losses=_losses(report, base), most=max(speeds, default=0) or 1,
-        command=shlex.join(command), facts=_facts(report),
-    )  # fmt: skip
+        report=report,
+        title=title(report),
+        base=base,
+        invalid=None if report["valid"] else why_not_valid(report),
+        numbers=_numbers(report),
+        losses=_losses(report, base),
+        most=max(speeds, default=0) or 1,
+        command=shlex.join(command),
+        facts=_facts(report),
+    )
 
 
 def _words(name: str) -> str:
@@ -237,12 +322,15 @@ def _words(name: str) -> str:
 
 def _numbers(report: Json) -> list[tuple[str, str, str]]:
     """The headline: numbers, what they are, and the class of one that is bad news."""
-    arms, speedup = report["arms"], report.get("speedup_interval")
+    arms = report["arms"]
+    speedup = report.get("speedup_interval")
     best = max(arms, key=lambda name: arms[name]["tokens_per_second"])
     numbers = [(f"{arms[best]['tokens_per_second']:.1f}", f"tokens/s, {_words(best)}", "")]
     if speedup is not None:
         label = f"speed-up of speculation{bounds(speedup)}"
-        numbers.append((f"{speedup['estimate']:.2f}x", label, "bad" if speedup["estimate"] < 1 else ""))
+        numbers.append(
+            (f"{speedup['estimate']:.2f}x", label, "bad" if speedup["estimate"] < 1 else "")
+        )
     if SPECULATIVE in arms:
         numbers.append((f"{arms[SPECULATIVE]['tokens_per_step']:.2f}", "tokens per step (β)", ""))
     return [*numbers, (f"{arms[best]['ttft_ms']:.0f} ms", "time to first token", "")]
@@ -257,19 +345,29 @@ def _losses(report: Json, base: Json | None) -> list[str]:
         pairs = zip(arm["prompt_tokens_per_second"], base["prompt_tokens_per_second"], strict=True)
         if slower := sum(mine < theirs for mine, theirs in pairs if mine and theirs):
             count = len(arm["prompt_tokens_per_second"])
-            lines.append(f"{_words(name)} is slower than the fastest plain one on {slower} of {count} prompts")
+            lines.append(
+                f"{_words(name)} is slower than the fastest plain one on {slower} of {count} prompts"
+            )
     lines += differences(report) if "bundle" in report else []
-    return lines + [f"{name} was left out: {reason}" for name, reason in report.get("skipped", {}).items()]
+    return lines + [
+        f"{name} was left out: {reason}" for name, reason in report.get("skipped", {}).items()
+    ]
 
 
 def _facts(report: Json) -> dict[str, str]:
     """How the numbers came about: setting, machine and versions."""
     machine = report["machine"]
-    versions = {"ssdevice": report["ssdevice"], "Python": machine["python"], **report.get("versions", {})}
+    versions = {
+        "ssdevice": report["ssdevice"],
+        "Python": machine["python"],
+        **report.get("versions", {}),
+    }
     engines = sorted({arm["version"] for arm in report["arms"].values() if "version" in arm})
     return {
         "measured": conditions(report),
         "bundle": described(report) if "bundle" in report else "",
         "system": machine["system"],
-        "versions": ", ".join([*(f"{name} {number}" for name, number in versions.items()), *engines]),
+        "versions": ", ".join(
+            [*(f"{name} {number}" for name, number in versions.items()), *engines]
+        ),
     }

@@ -23,18 +23,31 @@ WARM_UP_PROMPTS = 2
 
 
 def fitting(
-    examples: Sequence[Example], tokenizer: ChatTokenizer, instruction: str | None, most: int,
-    skip_long: bool | None = None, file: Path | None = None,
-) -> tuple[list[Example], list[list[int]]]:  # fmt: skip
-    """The examples whose prompts, after an app's ``instruction``, have at most ``most`` tokens, and the ids of each.
-    ``skip_long``: leave out the others; None if the user has no such option. ``file``: where the examples are from.
-    Raises InputError, or ContextOverflowError for a prompt that does not fit; both name the prompt."""
-    kept, prompts = [], []
+    examples: Sequence[Example],
+    tokenizer: ChatTokenizer,
+    instruction: str | None,
+    most: int,
+    skip_long: bool | None = None,
+    file: Path | None = None,
+) -> tuple[list[Example], list[list[int]]]:
+    """The examples whose prompts, after an app's ``instruction``, have at most ``most`` tokens, and
+    the ids of each.
+
+    ``skip_long``: leave out the others; None if the user has no such option. ``file``: where the
+    examples are from. Raises InputError, or ContextOverflowError for a prompt that does not fit;
+    both name the prompt.
+    """
+    kept = []
+    prompts = []
     for number, example in enumerate(examples, 1):
         try:
-            ids = tokenizer.prompt_ids(example.prompt, instruction=instruction, system=example.system, most=most)
+            ids = tokenizer.prompt_ids(
+                example.prompt, instruction=instruction, system=example.system, most=most
+            )
             if len(ids) > most:
-                raise ContextOverflowError(f"the prompt has {len(ids)} tokens, at most {most} fit into the context")
+                raise ContextOverflowError(
+                    f"the prompt has {len(ids)} tokens, at most {most} fit into the context"
+                )
         except InputError as error:
             long = isinstance(error, ContextOverflowError)
             if long and skip_long:
@@ -51,9 +64,13 @@ def fitting(
 
 @dataclass
 class Acceptance:
-    """Counts over steps. A draft is judged by the answer itself, whether or not its step got that far. ``held``:
-    (stream from 1, rank) -> how often that candidate was the true token. ``judged``: stream -> how often the answer was
-    long enough to tell. ``emitted``: tokens of a step, after truncation -> number of steps."""
+    """Counts over steps.
+
+    A draft is judged by the answer itself, whether or not its step got that far. ``held``: (stream
+    from 1, rank) -> how often that candidate was the true token. ``judged``: stream -> how often
+    the answer was long enough to tell. ``emitted``: tokens of a step, after truncation -> number of
+    steps.
+    """
 
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
     judged: Counter[int] = field(default_factory=Counter)
@@ -78,14 +95,22 @@ class Acceptance:
         return [self.emitted[n] for n in range(1, emitted + 1)]
 
     def table(self, gamma: int, k: int) -> list[list[float]]:
-        """``[γ, k]`` shares: how often candidate r of stream j was the true token; 0 where nothing was judged."""
-        return [[self.held[j, rank] / max(self.judged[j], 1) for rank in range(k)] for j in range(1, gamma + 1)]
+        """``[γ, k]`` shares: how often candidate r of stream j was the true token; 0 where nothing
+        was judged.
+        """
+        return [
+            [self.held[j, rank] / max(self.judged[j], 1) for rank in range(k)]
+            for j in range(1, gamma + 1)
+        ]
 
 
 @dataclass(frozen=True)
 class BenchOptions(Ruled):
-    """``rounds``: how often each prompt runs in each mode. ``skip_long``: leave out prompts beyond the context.
-    ``sampling``: how tokens are chosen; None: greedily."""
+    """``rounds``: how often each prompt runs in each mode.
+
+    ``skip_long``: leave out prompts beyond the context. ``sampling``: how tokens are chosen; None:
+    greedily.
+    """
 
     rounds: int = field(default=3, metadata=POSITIVE)
     max_tokens: int = field(default=128, metadata=POSITIVE)
@@ -114,11 +139,16 @@ class Measured:
     def differing(self, reference: "Measured") -> list[int]:
         """Prompts (from 0) whose tokens in any round differ from the first round of ``reference``."""
         expected = [answer.tokens for answer in reference.answers]
-        return [at for at, tokens in enumerate(expected) if any(each[at].tokens != tokens for each in self.rounds)]
+        return [
+            at
+            for at, tokens in enumerate(expected)
+            if any(each[at].tokens != tokens for each in self.rounds)
+        ]
 
     def over(self, other: "Measured") -> Interval | None:
-        """Time of ``other`` over time of this by emitted token, prompt by prompt, since answers may differ; None if no
-        prompt took a step in both."""
+        """Time of ``other`` over time of this by emitted token, prompt by prompt, since answers may
+        differ; None if no prompt took a step in both.
+        """
         pairs = [
             (theirs.decode_seconds / sum(theirs.accepted), mine.decode_seconds / sum(mine.accepted))
             for answers in zip(self.rounds, other.rounds, strict=True)
@@ -140,7 +170,10 @@ class Measured:
     def prompt_tokens_per_second(self) -> list[float | None]:
         """The speed on each prompt: the median over rounds, None for an answer of one token."""
         columns = zip(*self.rounds, strict=True)
-        return [median(a.tokens_per_second for a in column) if column[0].steps else None for column in columns]
+        return [
+            median(a.tokens_per_second for a in column) if column[0].steps else None
+            for column in columns
+        ]
 
     @property
     def tokens_per_second(self) -> Spread:
@@ -179,7 +212,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was measured. ``skipped``: number of prompts left out because they exceed the context."""
+    """What was measured.
+
+    ``skipped``: number of prompts left out because they exceed the context.
+    """
 
     examples: list[Example]
     modes: dict[str, Measured]
@@ -193,7 +229,9 @@ class BenchResult:
         return max(plain, key=lambda mode: mode.tokens_per_second.median, default=None)
 
     def differing(self, name: str) -> list[int]:
-        """Prompts (from 0) on which a mode gave other tokens than the first mode: see ``Measured.differing``."""
+        """Prompts (from 0) on which a mode gave other tokens than the first mode: see
+        ``Measured.differing``.
+        """
         return self.modes[name].differing(next(iter(self.modes.values())))
 
     @property
@@ -203,31 +241,43 @@ class BenchResult:
 
     @property
     def speedup(self) -> Interval | None:
-        """Decoding time of the faster plain mode over that of the speculative mode, with an interval over prompts; by
-        token where their answers differ."""
+        """Decoding time of the faster plain mode over that of the speculative mode, with an
+        interval over prompts; by token where their answers differ.
+        """
         if SPECULATIVE not in self.modes or self.baseline is None:
             return None
         if self.modes[SPECULATIVE].differing(self.baseline):
             return self.modes[SPECULATIVE].over(self.baseline)
-        plain, speculative = self.baseline.seconds(), self.modes[SPECULATIVE].seconds()
+        plain = self.baseline.seconds()
+        speculative = self.modes[SPECULATIVE].seconds()
         return speedup(plain, speculative) if plain and len(plain) == len(speculative) else None
 
 
 def available_modes(functions: Collection[str], streams: bool) -> list[str]:
-    """The modes of an app with these functions, a plain one first. ``plain`` uses the T = 1 graph, ``plain_step`` the
-    step graph without its drafts. Without ``streams`` all drafts repeat the text, as those of the adaptive mode may."""
+    """The modes of an app with these functions, a plain one first.
+
+    ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts. Without
+    ``streams`` all drafts repeat the text, as those of the adaptive mode may.
+    """
     names = ["plain"] if PLAIN in functions else []
     if STEP not in functions:
         return names
     return [*names, PLAIN_STEP, *([SPECULATIVE] if streams else []), *([ADAPTIVE] if names else [])]
 
 
-def measure(session: Session, examples: Sequence[Example], options: BenchOptions, report: Report) -> BenchResult:
-    """Run every prompt in every mode, ``options.rounds`` times. Modes alternate prompt by prompt and take turns to go
-    first, so that a drift of the machine affects all alike. Raises ContextOverflowError for a prompt that does not fit,
-    unless ``skip_long``."""
+def measure(
+    session: Session, examples: Sequence[Example], options: BenchOptions, report: Report
+) -> BenchResult:
+    """Run every prompt in every mode, ``options.rounds`` times.
+
+    Modes alternate prompt by prompt and take turns to go first, so that a drift of the machine
+    affects all alike. Raises ContextOverflowError for a prompt that does not fit, unless
+    ``skip_long``.
+    """
     context = session.engine.geometry.context
-    kept, prompts = fitting(examples, session.tokenizer, session.instruction, context, options.skip_long)
+    kept, prompts = fitting(
+        examples, session.tokenizer, session.instruction, context, options.skip_long
+    )
     names = available_modes(session.engine.functions, session.streams)
     modes = [Measured(name) for name in names if options.sampling is None or name != PLAIN_STEP]
     acceptance = Acceptance()
@@ -239,12 +289,22 @@ def measure(session: Session, examples: Sequence[Example], options: BenchOptions
         mode = modes[lane]
         counts = acceptance if number == 0 and mode.name == SPECULATIVE else None
         mode.add(number, timed_answer(session, prompts[at], mode.name, options, counts))
-    return BenchResult(kept, {mode.name: mode for mode in modes}, acceptance, watch.load(), len(examples) - len(kept))
+    return BenchResult(
+        kept,
+        {mode.name: mode for mode in modes},
+        acceptance,
+        watch.load(),
+        len(examples) - len(kept),
+    )
 
 
-def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterator[tuple[int, int, int]]:
-    """The order of a measurement: (round, prompt, lane), all from 0. Every lane runs a prompt before the next one
-    begins, and another lane goes first each time."""
+def take_turns(
+    rounds: int, prompts: int, lanes: int, report: Report
+) -> Iterator[tuple[int, int, int]]:
+    """The order of a measurement: (round, prompt, lane), all from 0.
+
+    Every lane runs a prompt before the next one begins, and another lane goes first each time.
+    """
     for number in range(rounds):
         for at in range(prompts):
             turn = (number + at) % lanes
@@ -254,12 +314,19 @@ def take_turns(rounds: int, prompts: int, lanes: int, report: Report) -> Iterato
 
 
 def timed_answer(
-    session: Session, ids: Sequence[int], mode: str, options: BenchOptions, acceptance: Acceptance | None = None
+    session: Session,
+    ids: Sequence[int],
+    mode: str,
+    options: BenchOptions,
+    acceptance: Acceptance | None = None,
 ) -> Generation:
     """An answer with its times; what its drafts were worth is added to ``acceptance``."""
     session.reset()  # nothing of the prompt is in the cache
-    first, steps = 0, []
-    for run in session.runs(ids, max_tokens=options.max_tokens, mode=mode, sampling=options.sampling):
+    first = 0
+    steps = []
+    for run in session.runs(
+        ids, max_tokens=options.max_tokens, mode=mode, sampling=options.sampling
+    ):
         first = first or len(run.tokens)
         if run.drafts is not None:
             steps.append((run.drafts.tolist(), len(run.tokens)))

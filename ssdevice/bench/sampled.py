@@ -1,8 +1,10 @@
-"""Whether sampled answers are the same in all decoding modes: their tokens, and the bits of their log-probabilities.
+"""Whether sampled answers are the same in all decoding modes: their tokens, and the bits of their
+log-probabilities.
 
-A choice is a pure function of a row of logits, the text before it and a seed, so modes differ only where their rows do.
-A difference is a near-tie if the two rows there differ, by at most twice the largest change of any logit on rows before
-the differences, and if that change is below the ceiling of the precision.
+A choice is a pure function of a row of logits, the text before it and a seed, so modes differ only
+where their rows do. A difference is a near-tie if the two rows there differ, by at most twice the
+largest change of any logit on rows before the differences, and if that change is below the ceiling
+of the precision.
 """
 
 import math
@@ -14,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from ssdevice.bench.equality import Answer, Answerer, Asked, Comparison, Difference, Rows, first_difference
+from ssdevice.bench.equality import (
+    Answer,
+    Answerer,
+    Asked,
+    Comparison,
+    Difference,
+    Rows,
+    first_difference,
+)
 from ssdevice.bench.modes import FORCED, answer, forcer
 from ssdevice.contract import DRAFT
 from ssdevice.errors import SSDeviceError
@@ -46,19 +56,25 @@ SampledCase = tuple[Sequence[int], Sampling, int]
 
 @dataclass
 class Sampled(Comparison):
-    """The result of ``compare_sampled``, whose prompts are answers. ``other_bits``: mode -> log-probabilities of equal
-    tokens with other bits than in plain decoding; ``exact``: there may be none."""
+    """The result of ``compare_sampled``, whose prompts are answers.
+
+    ``other_bits``: mode -> log-probabilities of equal tokens with other bits than in plain
+    decoding; ``exact``: there may be none.
+    """
 
     other_bits: dict[str, int] = field(default_factory=dict)
     exact: bool = False
 
     def add(self, number: int, mode: str, expected: Answer, found: Answer) -> None:
         same, one, other = first_difference(expected.tokens, found.tokens)
-        mine, theirs = expected.rows, found.rows
+        mine = expected.rows
+        theirs = found.rows
         assert mine is not None and theirs is not None
         changes = [float(np.abs(a - b).max()) for a, b in zip(mine, theirs, strict=False)]
         if found.tokens != expected.tokens:
-            margin = changes[same] if same < len(changes) and changes[same] else math.inf  # equal rows, equal tokens
+            margin = (
+                changes[same] if same < len(changes) and changes[same] else math.inf
+            )  # equal rows, equal tokens
             self.differences.append(Difference(mode, number, same, one, other, margin))
         self.largest_change = max([self.largest_change or 0.0, *changes[:same]])
         pairs = zip(expected.logprobs[:same], found.logprobs[:same], strict=True)
@@ -66,7 +82,9 @@ class Sampled(Comparison):
 
     def faults(self) -> list[str]:
         wrong = [(mode, other) for mode, other in self.other_bits.items() if other and self.exact]
-        bits = [f"{mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong]
+        bits = [
+            f"{mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong
+        ]
         return [f"sampled, {fault}" for fault in (*super().faults(), *bits)]
 
     def as_json(self) -> dict[str, Any]:
@@ -74,24 +92,42 @@ class Sampled(Comparison):
 
 
 def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seeds: int) -> Sampled:
-    """Sample answers in all modes of an engine whose host can choose. ``seeds``: of every sampler with every prompt;
-    0: one sampler and seed for each prompt, in turn."""
-    samplers, vocab, stops = SAMPLERS, engine.geometry.vocab, tokenizer.stop_ids
+    """Sample answers in all modes of an engine whose host can choose.
+
+    ``seeds``: of every sampler with every prompt; 0: one sampler and seed for each prompt, in turn.
+    """
+    samplers = SAMPLERS
+    vocab = engine.geometry.vocab
+    stops = tokenizer.stop_ids
     with suppress(SSDeviceError):
         open_grammar(FORM, tokenizer, vocab)
         samplers += (STRUCTURED,)
     cases = list(product(asked.prompts, samplers, range(seeds)))
     if not seeds:
-        cases = [(ids, samplers[number % len(samplers)], number) for number, ids in enumerate(asked.prompts)]
-    result = Sampled(asked.precision, len(cases), nodes=engine.geometry.tree.size, exact=engine.kernels is not None)
+        cases = [
+            (ids, samplers[number % len(samplers)], number)
+            for number, ids in enumerate(asked.prompts)
+        ]
+    result = Sampled(
+        asked.precision,
+        len(cases),
+        nodes=engine.geometry.tree.size,
+        exact=engine.kernels is not None,
+    )
     conversation = engine.new_conversation()
 
     def sampled(advance: Advance | None) -> Answerer:
         def sample(case: SampledCase, expected: Sequence[int]) -> Answer:
             """A sampled answer with the rows of logits that its tokens were chosen from."""
             ids, sampler, seed = case
-            grammar = open_grammar(sampler.structure, tokenizer, vocab) if sampler.structure is not None else None
-            chooser = Chooser(replace(sampler, seed=seed, logprobs=0), ids, stops, vocab, grammar, engine.kernels)
+            grammar = (
+                open_grammar(sampler.structure, tokenizer, vocab)
+                if sampler.structure is not None
+                else None
+            )
+            chooser = Chooser(
+                replace(sampler, seed=seed, logprobs=0), ids, stops, vocab, grammar, engine.kernels
+            )
             rows: list[Rows] = []
 
             def choose(logits: Rows) -> int:
@@ -102,7 +138,9 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
             conversation.chooser = choose
             mode = advance or forcer(len(ids), expected, result.nodes_ended)
             tokens = answer(conversation, ids, mode, stops, asked.max_tokens)
-            return Answer(tokens, lambda: np.stack(rows), [each.chosen for each in chooser.logprobs])
+            return Answer(
+                tokens, lambda: np.stack(rows), [each.chosen for each in chooser.logprobs]
+            )
 
         return sample
 

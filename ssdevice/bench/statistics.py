@@ -1,7 +1,7 @@
 """Uncertainty of a measurement: paired bootstrap intervals, and the spread of repeated rounds.
 
-Intervals are percentiles over examples drawn with replacement, both values of an example together. The same values give
-the same interval.
+Intervals are percentiles over examples drawn with replacement, both values of an example together.
+The same values give the same interval.
 """
 
 from collections.abc import Callable
@@ -47,15 +47,22 @@ def spread(values: ArrayLike) -> Spread:
 
 
 def mean_interval(values: ArrayLike) -> Interval:
-    """The mean of values ``[n]`` and its bootstrap interval. Raises InputError for no values or non-finite ones."""
+    """The mean of values ``[n]`` and its bootstrap interval.
+
+    Raises InputError for no values or non-finite ones.
+    """
     return _bootstrap(_values(values, "values")[:, None], lambda means: means[:, 0])
 
 
 def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
-    """Time of the baseline over time of the other, each summed over paired examples or rounds ``[n]``. As a ratio of
-    sums it weighs answers by their time; 2 means half the time. Raises InputError unless both have the same number (1
-    or more) of times above 0."""
-    a, b = _values(baseline_seconds, "the first sample"), _values(seconds, "the second sample")
+    """Time of the baseline over time of the other, each summed over paired examples or rounds
+    ``[n]``.
+
+    As a ratio of sums it weighs answers by their time; 2 means half the time. Raises InputError
+    unless both have the same number (1 or more) of times above 0.
+    """
+    a = _values(baseline_seconds, "the first sample")
+    b = _values(seconds, "the second sample")
     if len(a) != len(b):
         raise InputError(f"paired samples have {len(a)} and {len(b)} values")
     if (a <= 0).any() or (b <= 0).any():
@@ -64,7 +71,9 @@ def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
 
 
 def _bootstrap(rows: Floats, statistic: Callable[[Floats], Floats]) -> Interval:
-    """Interval over rows ``[n, columns]`` of a statistic that maps means ``[m, columns]`` to ``[m]``."""
+    """Interval over rows ``[n, columns]`` of a statistic that maps means ``[m, columns]`` to
+    ``[m]``.
+    """
     estimate = float(statistic(rows.mean(axis=0, keepdims=True))[0])
     if (count := len(rows)) < 2:
         return Interval(estimate, None, None)
@@ -82,7 +91,9 @@ def _bootstrap(rows: Floats, statistic: Callable[[Floats], Floats]) -> Interval:
 def _values(values: ArrayLike, what: str) -> Floats:
     data = np.asarray(values, dtype=np.float64)
     if data.ndim != 1 or data.size == 0:
-        raise InputError(f"{what}: expected a vector of one value or more, found shape {list(data.shape)}")
+        raise InputError(
+            f"{what}: expected a vector of one value or more, found shape {list(data.shape)}"
+        )
     if not np.isfinite(data).all():
         raise InputError(f"{what}: holds a value that is not finite")
     return data

@@ -1,5 +1,6 @@
-"""The fastest draft tree and schedule for a device: the acceptance of every tree is computed from one decoding, and the
-cost of every size that may be chosen is measured."""
+"""The fastest draft tree and schedule for a device: the acceptance of every tree is computed from
+one decoding, and the cost of every size that may be chosen is measured.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,12 @@ class StepCost(Ruled):
 
 @dataclass(frozen=True)
 class CostTable(Ruled):
-    """Costs on one device with one setting. ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the
-    app. ``threads``: 0 for the engine's default. ``plain_ms``: a plain step, None if the bundles have none. Raises
-    ConfigError for a size that appears twice in a schedule."""
+    """Costs on one device with one setting.
+
+    ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0
+    for the engine's default. ``plain_ms``: a plain step, None if the bundles have none. Raises
+    ConfigError for a size that appears twice in a schedule.
+    """
 
     device: str
     instructions: tuple[str, ...]
@@ -68,14 +72,19 @@ class CostTable(Ruled):
         write_json(file, to_json(self))
 
     def check(self, where: str, model: str, gamma: int, msa_layers: int) -> None:
-        """Raise InputError if the table is of another model, or of streams of another number or depth."""
+        """Raise InputError if the table is of another model, or of streams of another number or
+        depth.
+        """
         layers = ("number of MSA layers", self.msa_layers, msa_layers)
-        check_same(where, "the bundle", ("base model", self.model, model), ("γ", self.gamma, gamma), layers)
+        check_same(
+            where, "the bundle", ("base model", self.model, model), ("γ", self.gamma, gamma), layers
+        )
 
 
 def check_same(what: str, reference: str, *facts: tuple[str, object, object]) -> None:
-    """Raise InputError for the first of ``facts`` (a name, and its two values) in which ``what`` differs from
-    ``reference``."""
+    """Raise InputError for the first of ``facts`` (a name, and its two values) in which ``what``
+    differs from ``reference``.
+    """
     for name, mine, expected in facts:
         if mine != expected:
             raise InputError(f"{what}: its {name} is {mine}, that of {reference} is {expected}")
@@ -83,7 +92,9 @@ def check_same(what: str, reference: str, *facts: tuple[str, object, object]) ->
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree, the cost of its step in the cheaper schedule, and the tokens that a step emits by the observed drafts."""
+    """A tree, the cost of its step in the cheaper schedule, and the tokens that a step emits by the
+    observed drafts.
+    """
 
     tree: Tree
     cost: StepCost
@@ -96,12 +107,20 @@ class Choice:
 
 
 def observe(
-    engine: Engine, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int], max_tokens: int, report: Report
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: Sequence[int],
+    max_tokens: int,
+    report: Report,
 ) -> list[list[list[int]]]:
-    """For each prompt and token of its answer: the ranks of the next tokens among the candidates of streams 1, 2, ...
-    Each answer is decoded plainly, then with drafts that are always wrong, so that every step ends at its root and
-    drafts for it."""
-    conversation, base = engine.new_conversation(), plain_of(engine)
+    """For each prompt and token of its answer: the ranks of the next tokens among the candidates of
+    streams 1, 2, ...
+
+    Each answer is decoded plainly, then with drafts that are always wrong, so that every step ends
+    at its root and drafts for it.
+    """
+    conversation = engine.new_conversation()
+    base = plain_of(engine)
     return [
         _ranks(conversation, ids, answer(conversation, ids, base, stop_ids, max_tokens))
         for ids in track(report, "observe drafts", prompts)
@@ -110,31 +129,47 @@ def observe(
 
 def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int]) -> list[list[int]]:
     def wrong(conversation: Conversation, last: int) -> Sequence[int]:
-        return forcer(len(ids), truth, set())(conversation, last)  # the first node of a new forcer is the root
+        return forcer(len(ids), truth, set())(
+            conversation, last
+        )  # the first node of a new forcer is the root
 
     rows = []
     for at, _ in enumerate(lead(conversation, ids, truth, wrong), 1):
         pairs = zip(conversation.drafts.tolist(), chain(truth[at:], repeat(-1)), strict=False)
-        rows.append([candidates.index(true) if true in candidates else MISS for candidates, true in pairs])
+        rows.append(
+            [candidates.index(true) if true in candidates else MISS for candidates, true in pairs]
+        )
     return rows
 
 
 def measure_costs(
-    sessions: Sequence[Session], prompts: Sequence[Sequence[int]], most: int, options: EngineOptions, report: Report
+    sessions: Sequence[Session],
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    options: EngineOptions,
+    report: Report,
 ) -> CostTable:
-    """The mean time of each bundle's step while it answers prompts, as ``bench`` counts it, and that of a plain step.
-    ``most``: tokens of an answer.
-    The bundles take turns, prompt by prompt, so that a drift of the machine affects all alike; the least counts for
-    equal sizes and schedules. The table describes this device and the first bundle. Raises InputError if no answer has
-    a second token."""
-    session, first = sessions[0], sessions[0].bundle.manifest
+    """The mean time of each bundle's step while it answers prompts, as ``bench`` counts it, and
+    that of a plain step.
+
+    ``most``: tokens of an answer. The bundles take turns, prompt by prompt, so that a drift of the
+    machine affects all alike; the least counts for equal sizes and schedules. The table describes
+    this device and the first bundle. Raises InputError if no answer has a second token.
+    """
+    session = sessions[0]
+    first = sessions[0].bundle.manifest
     counted = BenchOptions(max_tokens=most)
     lanes = [(each, Measured(SPECULATIVE)) for each in sessions]
     lanes += [(each, Measured("plain")) for each in sessions if PLAIN in each.engine.functions][:1]
     for each, measured in lanes:
         timed_answer(each, prompts[0], measured.name, counted)  # the first call opens a graph
 
-    turns = take_turns(1, len(prompts), len(lanes), lambda _, done, total, __: report("time steps", done, total, ""))
+    turns = take_turns(
+        1,
+        len(prompts),
+        len(lanes),
+        lambda _, done, total, __: report("time steps", done, total, ""),
+    )
     for number, at, lane in turns:
         each, measured = lanes[lane]
         measured.add(number, timed_answer(each, prompts[at], measured.name, counted))
@@ -146,26 +181,42 @@ def measure_costs(
         key = each.engine.geometry.tree.size, each.bundle.manifest.schedule
         steps[key] = min(steps.get(key, float("inf")), cost)
     return CostTable(
-        device=cpu_name(), instructions=tuple(instructions()), target=first.target, precision=first.precision.value,
-        threads=options.threads, kernels=session.engine.kernels is not None, model=first.model.sha256,
-        gamma=first.geometry.gamma, msa_layers=first.msa_layers,
-        steps=tuple(StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())),
+        device=cpu_name(),
+        instructions=tuple(instructions()),
+        target=first.target,
+        precision=first.precision.value,
+        threads=options.threads,
+        kernels=session.engine.kernels is not None,
+        model=first.model.sha256,
+        gamma=first.geometry.gamma,
+        msa_layers=first.msa_layers,
+        steps=tuple(
+            StepCost(nodes, schedule, ms) for (nodes, schedule), ms in sorted(steps.items())
+        ),
         plain_ms=costs[-1] if len(lanes) > len(sessions) else None,
-    )  # fmt: skip
+    )
 
 
 def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost]) -> list[Choice]:
-    """The best tree of each measured size in the cheaper schedule, fastest first. Kernels work on tiles of rows, so a
-    step of one row more may cost much more: only measured sizes are chosen, and of these only what observed drafts
-    fill. Raises InputError if none remains."""
+    """The best tree of each measured size in the cheaper schedule, fastest first.
+
+    Kernels work on tiles of rows, so a step of one row more may cost much more: only measured sizes
+    are chosen, and of these only what observed drafts fill. Raises InputError if none remains.
+    """
     paths = count_paths(ranks)
-    cheapest = {cost.nodes: cost for cost in sorted(costs, key=lambda cost: -cost.ms)}  # the last one of a size
+    cheapest = {
+        cost.nodes: cost for cost in sorted(costs, key=lambda cost: -cost.ms)
+    }  # the last one of a size
     trees = [Tree.from_counts(paths, size) for size in cheapest]
     filled = [tree for size, tree in zip(cheapest, trees, strict=True) if tree.size == size]
     if not filled:
         if (most := max(tree.size for tree in trees)) == 1:
-            raise InputError("no draft was ever right: the app has not learned to draft these prompts")
+            raise InputError(
+                "no draft was ever right: the app has not learned to draft these prompts"
+            )
         sizes = ", ".join(map(str, sorted(cheapest)))
-        raise InputError(f"the drafts fill a tree of {most} nodes, and only steps of {sizes} nodes were measured")
+        raise InputError(
+            f"the drafts fill a tree of {most} nodes, and only steps of {sizes} nodes were measured"
+        )
     found = [Choice(tree, cheapest[tree.size], tokens_per_step(ranks, tree)) for tree in filled]
     return sorted(found, key=lambda choice: -choice.tokens_per_second)

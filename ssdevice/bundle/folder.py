@@ -1,7 +1,9 @@
-"""Bundles: folders that are checked before anything in them is used, and written whole or not at all.
+"""Bundles: folders that are checked before anything in them is used, and written whole or not at
+all.
 
-A bundle is a manifest and the files it lists. The reader assumes that someone hostile made the folder. It does not
-guard against changes while the bundle is in use, so keep it where only its user can write.
+A bundle is a manifest and the files it lists. The reader assumes that someone hostile made the
+folder. It does not guard against changes while the bundle is in use, so keep it where only its user
+can write.
 """
 
 import dataclasses
@@ -13,8 +15,22 @@ from typing import Self
 
 from ssdevice import arguments
 from ssdevice.bundle import integrity
-from ssdevice.bundle.integrity import MANIFEST_FILE, SIGNATURE_FILE, file_sha256, list_files, manifest_bytes
-from ssdevice.bundle.manifest import MAX_FILES, ROLE, App, FileEntry, Manifest, encode_manifest, parse_manifest
+from ssdevice.bundle.integrity import (
+    MANIFEST_FILE,
+    SIGNATURE_FILE,
+    file_sha256,
+    list_files,
+    manifest_bytes,
+)
+from ssdevice.bundle.manifest import (
+    MAX_FILES,
+    ROLE,
+    App,
+    FileEntry,
+    Manifest,
+    encode_manifest,
+    parse_manifest,
+)
 from ssdevice.bundle.staging import Stage, check_writable, disk_errors
 from ssdevice.contract import FunctionSpec, Geometry
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
@@ -31,14 +47,21 @@ class Bundle:
     manifest: Manifest
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None) -> Self:
-        """The bundle in a folder, after checking its manifest, names, sizes and hashes. ``verify=False`` skips only the
-        hashes, for a restart on files that were checked before: hashing took 20 ms per 10 MB on a core with SHA
-        instructions and 60 ms without. ``require_signature``: an ed25519 public key (PEM file) that must have signed
-        the manifest; implies ``verify``. Raises BundleError, which names the file and the field."""
+    def open(
+        cls, path: str | Path, *, verify: bool = True, require_signature: Path | None = None
+    ) -> Self:
+        """The bundle in a folder, after checking its manifest, names, sizes and hashes.
+
+        ``verify=False`` skips only the hashes, for a restart on files that were checked before:
+        hashing took 20 ms per 10 MB on a core with SHA instructions and 60 ms without.
+        ``require_signature``: an ed25519 public key (PEM file) that must have signed the manifest;
+        implies ``verify``. Raises BundleError, which names the file and the field.
+        """
         folder = arguments.path("a bundle", path)
         if folder.is_file():
-            raise BundleError(f"{folder} is a file, a bundle is a folder; unpack it first if it is an archive")
+            raise BundleError(
+                f"{folder} is a file, a bundle is a folder; unpack it first if it is an archive"
+            )
         if not folder.is_dir():
             raise BundleError(f"{folder}: no such bundle")
         file = folder / MANIFEST_FILE
@@ -53,12 +76,20 @@ class Bundle:
             if name not in found:
                 raise BundleError(f"{folder}: {name!r} is missing")
             if found[name] != entry.size:
-                raise BundleError(f"{folder}: {name!r} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}")
+                raise BundleError(
+                    f"{folder}: {name!r} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}"
+                )
         for name in sorted(found.keys() - manifest.files.keys() - set(OWN_FILES)):
-            raise BundleError(f"{folder}: {name[:200]!r} is not listed in {MANIFEST_FILE}; remove it")
-        for name, entry in manifest.files.items() if verify or require_signature is not None else ():
+            raise BundleError(
+                f"{folder}: {name[:200]!r} is not listed in {MANIFEST_FILE}; remove it"
+            )
+        for name, entry in (
+            manifest.files.items() if verify or require_signature is not None else ()
+        ):
             if file_sha256(folder / name, entry.size) != entry.sha256:
-                raise BundleError(f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST_FILE}")
+                raise BundleError(
+                    f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST_FILE}"
+                )
         return cls(folder, manifest)
 
     @property
@@ -70,23 +101,35 @@ class Bundle:
         return {spec.name: spec for spec in self.manifest.functions}
 
     def file(self, name: str) -> Path:
-        """The file or folder with this role, or at this path in the bundle. Raises BundleError if there is none."""
+        """The file or folder with this role, or at this path in the bundle.
+
+        Raises BundleError if there is none.
+        """
         path = self.manifest.roles.get(name, name)
-        if path in self.manifest.files or any(known.startswith(f"{path}/") for known in self.manifest.files):
+        if path in self.manifest.files or any(
+            known.startswith(f"{path}/") for known in self.manifest.files
+        ):
             return self.folder / path
         roles = ", ".join(sorted(self.manifest.roles))
         raise BundleError(f"{self.folder} has no file {name!r}; its roles are {roles}")
 
     def app(self, name: str | None = None) -> App:
-        """The app with this name, or the default app. Raises InputError, which lists the apps, if there is none."""
+        """The app with this name, or the default app.
+
+        Raises InputError, which lists the apps, if there is none.
+        """
         wanted = self.manifest.default_app if name is None else name
         for app in self.manifest.apps:
             if app.name == wanted:
                 return app
-        raise InputError(f"{self.folder} has no app {wanted!r}; it has {', '.join(a.name for a in self.manifest.apps)}")
+        raise InputError(
+            f"{self.folder} has no app {wanted!r}; it has {', '.join(a.name for a in self.manifest.apps)}"
+        )
 
     def check_base(self, what: str, sha256: str) -> None:
-        """Raise InputError unless a model, whose weights have this ``sha256``, is the bundle's base."""
+        """Raise InputError unless a model, whose weights have this ``sha256``, is the bundle's
+        base.
+        """
         if sha256 != (base := self.manifest.model.sha256):
             weights = f"its weights have sha256 {sha256[:12]}.., the bundle's base {base[:12]}.."
             raise InputError(f"{what} is not the base of {self.folder}: {weights}")
@@ -104,13 +147,15 @@ class BundleWriter:
             writer.add_file("tokenizer.json", data, "tokenizer")
             bundle = writer.commit(manifest)
 
-    If the block ends before ``commit``, nothing is left behind. What a killed process left is removed by the next
-    writer of the same name. See ``Stage.publish`` for what is visible when. Raises InputError if ``out`` exists, unless
-    ``overwrite`` is set and it is a bundle or an empty folder; SSDeviceError if the disk is full.
+    If the block ends before ``commit``, nothing is left behind. What a killed process left is
+    removed by the next writer of the same name. See ``Stage.publish`` for what is visible when.
+    Raises InputError if ``out`` exists, unless ``overwrite`` is set and it is a bundle or an empty
+    folder; SSDeviceError if the disk is full.
     """
 
     def __init__(self, out: str | Path, *, overwrite: bool = False) -> None:
-        self.out, self.overwrite = Path(out), overwrite
+        self.out = Path(out)
+        self.overwrite = overwrite
         check_out(self.out, overwrite)
         with disk_errors(self.out):
             self._stage = Stage(self.out, folder=True)
@@ -134,7 +179,10 @@ class BundleWriter:
             raise ConfigError(f"role {role!r} is given to {self._roles[role]} and to {name}")
 
     def path_for(self, name: str, role: str | None = None) -> Path:
-        """The path to write a file or folder to, with a role or without; the parent exists. Raises ConfigError."""
+        """The path to write a file or folder to, with a role or without; the parent exists.
+
+        Raises ConfigError.
+        """
         if not self.folder.is_dir():
             raise SSDeviceError("a BundleWriter was used outside its with block")
         check_rule("a bundle's file", name, integrity.PATH)
@@ -150,13 +198,19 @@ class BundleWriter:
         if isinstance(content, bytes):
             path.write_bytes(content)
         elif content.is_dir():
-            shutil.copytree(content, path, symlinks=True, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            shutil.copytree(
+                content, path, symlinks=True, dirs_exist_ok=True, copy_function=shutil.copyfile
+            )
         else:
             shutil.copyfile(content, path)
 
     def add_bundle(self, bundle: Bundle, *, without: frozenset[str] = frozenset()) -> None:
-        """Put the files of another bundle, but for the paths in ``without``, into this one, with their roles. Raises
-        InputError if its manifest has changed since it was opened: another process may have rewritten it."""
+        """Put the files of another bundle, but for the paths in ``without``, into this one, with
+        their roles.
+
+        Raises InputError if its manifest has changed since it was opened: another process may have
+        rewritten it.
+        """
         if parse_manifest(manifest_bytes(bundle.folder), MANIFEST_FILE) != bundle.manifest:
             raise InputError(f"{bundle.folder} was changed by another process meanwhile; try again")
         for name in bundle.manifest.files:
@@ -167,10 +221,15 @@ class BundleWriter:
                 self.declare(name, role)
 
     def commit(self, manifest: Manifest) -> Bundle:
-        """List and hash what was written into ``manifest``, and make the bundle visible. Raises ConfigError if roles or
-        apps refer to a file that was not written."""
+        """List and hash what was written into ``manifest``, and make the bundle visible.
+
+        Raises ConfigError if roles or apps refer to a file that was not written.
+        """
         found = list_files(self.folder, MAX_FILES)
-        files = {path: FileEntry(size, file_sha256(self.folder / path, size) or "") for path, size in found.items()}
+        files = {
+            path: FileEntry(size, file_sha256(self.folder / path, size) or "")
+            for path, size in found.items()
+        }
         roles = dict(sorted(self._roles.items()))
         manifest = dataclasses.replace(manifest, files=dict(sorted(files.items())), roles=roles)
         manifest.check_files()
@@ -184,8 +243,11 @@ class BundleWriter:
 
 
 def check_out(out: Path, overwrite: bool | None) -> None:
-    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever overwritten. ``overwrite``
-    None: the caller has no option that allows it."""
+    """Raise InputError unless a bundle may be written to ``out``: only a bundle is ever
+    overwritten.
+
+    ``overwrite`` None: the caller has no option that allows it.
+    """
     if out.is_symlink():
         raise InputError(f"{out} is a symbolic link; give the folder itself")
     check_writable(out.parent if out.exists() else out)
@@ -200,13 +262,16 @@ def check_out(out: Path, overwrite: bool | None) -> None:
 
 
 def check_outside(bundle: Path, out: Path) -> None:
-    """Raise InputError if ``out`` is in the folder of a bundle, which may hold nothing that it does not list."""
+    """Raise InputError if ``out`` is in the folder of a bundle, which may hold nothing that it does
+    not list.
+    """
     if out.resolve().is_relative_to(bundle.resolve()):
         raise InputError(f"{out} is inside the bundle {bundle}; choose another place")
 
 
 def _why_no_bundle(out: Path) -> str | None:
-    # Not Bundle.open: a damaged bundle or one with another schema may be overwritten, but never a user's own files.
+    # Not Bundle.open: a damaged bundle or one with another schema may be overwritten, but never a
+    # user's own files.
     if not out.is_dir():
         return "it is not a folder"
     try:

@@ -1,8 +1,11 @@
-"""Checks of a bundle's files before any of them is trusted: bounds, names, strict JSON, sizes, hashes and signature.
+"""Checks of a bundle's files before any of them is trusted: bounds, names, strict JSON, sizes,
+hashes and signature.
+
 Nothing here knows the fields of a manifest; everything here assumes that someone hostile wrote it.
 
-The signature is ed25519 over the bytes of the manifest, which has the hash of every other file, in base64 in
-``manifest.json.sig``. ``openssl pkeyutl -verify -rawin`` checks the same bytes."""
+The signature is ed25519 over the bytes of the manifest, which has the hash of every other file, in
+base64 in ``manifest.json.sig``. ``openssl pkeyutl -verify -rawin`` checks the same bytes.
+"""
 
 import base64
 import binascii
@@ -40,8 +43,12 @@ _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 def check_paths(paths: Iterable[str]) -> frozenset[str]:
-    """The folders that contain these files. Raises ConfigError for names that collide on some file system."""
-    files, folders = set(paths), set[str]()
+    """The folders that contain these files.
+
+    Raises ConfigError for names that collide on some file system.
+    """
+    files = set(paths)
+    folders = set[str]()
     for path in files:
         check_rule("files: a name", path, PATH)
         if path.lower() in (MANIFEST_FILE, SIGNATURE_FILE):
@@ -51,12 +58,17 @@ def check_paths(paths: Iterable[str]) -> frozenset[str]:
             raise ConfigError(f"files: {path!r} has a name that Windows reserves, {part!r}")
         folders |= {"/".join(parts[:i]) for i in range(1, len(parts))}
     if twice := repeated_name(path.lower() for path in [*files, *folders]):
-        raise ConfigError(f"files: {twice!r} appears twice where case does not count, or is both a file and a folder")
+        raise ConfigError(
+            f"files: {twice!r} appears twice where case does not count, or is both a file and a folder"
+        )
     return frozenset(folders)
 
 
 def parse_strict(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in these bytes. Raises BundleError for anything on which two readers could disagree."""
+    """The JSON object in these bytes.
+
+    Raises BundleError for anything on which two readers could disagree.
+    """
     if len(data) > MAX_MANIFEST_BYTES:
         raise BundleError(f"{where}: more than {MAX_MANIFEST_BYTES} bytes")
     value = strict_json.parse(data, where, BundleError, MAX_JSON_DEPTH)
@@ -73,16 +85,21 @@ def parse_strict(data: bytes, where: str) -> dict[str, Any]:
 
 
 def list_files(folder: Path, limit: int) -> dict[str, int]:
-    """Path -> size of every file below a folder. Raises BundleError for anything but plain files and folders: links are
-    refused wherever they lead, because everything in a bundle is in its folder."""
+    """Path -> size of every file below a folder.
+
+    Raises BundleError for anything but plain files and folders: links are refused wherever they
+    lead, because everything in a bundle is in its folder.
+    """
     found: dict[str, int] = {}
-    waiting, seen = [""], 0
+    waiting = [""]
+    seen = 0
     while waiting:
         inside = waiting.pop()
         with reading(folder / inside, BundleError), os.scandir(folder / inside) as entries:
             for entry in entries:
                 seen += 1
-                path, status = f"{inside}{entry.name}", entry.stat(follow_symlinks=False)
+                path = f"{inside}{entry.name}"
+                status = entry.stat(follow_symlinks=False)
                 if seen > 2 * limit:
                     raise BundleError(f"{folder}: more than {2 * limit} files and folders")
                 if stat.S_ISDIR(status.st_mode):
@@ -98,10 +115,15 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
 
 
 def read_bounded(file: Path, limit: int) -> bytes:
-    """The content of a plain file of at most ``limit`` bytes. Raises BundleError for anything else."""
+    """The content of a plain file of at most ``limit`` bytes.
+
+    Raises BundleError for anything else.
+    """
     with reading(file, BundleError):
         # O_NONBLOCK: opening a pipe must not wait for its writer.
-        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        handle = os.open(
+            file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        )
         with os.fdopen(handle, "rb") as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -117,8 +139,12 @@ def manifest_bytes(folder: Path) -> bytes:
 
 
 def file_sha256(file: Path, size: int) -> str | None:
-    """sha256 of the first ``size`` bytes of a file, None if it is shorter. Raises BundleError if it is unreadable."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    """sha256 of the first ``size`` bytes of a file, None if it is shorter.
+
+    Raises BundleError if it is unreadable.
+    """
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(1 << 20))
     with reading(file, BundleError), file.open("rb", buffering=0) as stream:
         while size:
             if not (count := stream.readinto(block[: min(size, len(block))])):
@@ -129,8 +155,11 @@ def file_sha256(file: Path, size: int) -> str | None:
 
 
 def verify_signature(folder: Path, manifest: bytes, key: Path) -> None:
-    """Raise BundleError unless a bundle's ``manifest`` was signed with the private half of ``key``, a PEM file with an
-    ed25519 public key. Raises InputError for another key, MissingExtraError without cryptography."""
+    """Raise BundleError unless a bundle's ``manifest`` was signed with the private half of ``key``,
+    a PEM file with an ed25519 public key.
+
+    Raises InputError for another key, MissingExtraError without cryptography.
+    """
     public = _load_key(key, private=False)
     from cryptography.exceptions import InvalidSignature
 
@@ -140,16 +169,24 @@ def verify_signature(folder: Path, manifest: bytes, key: Path) -> None:
     except binascii.Error as error:
         raise BundleError(f"{SIGNATURE_FILE}: not base64") from error
     except InvalidSignature as error:
-        raise BundleError(f"{SIGNATURE_FILE}: {MANIFEST_FILE} was not signed with the key of {key}") from error
+        raise BundleError(
+            f"{SIGNATURE_FILE}: {MANIFEST_FILE} was not signed with the key of {key}"
+        ) from error
 
 
 def sign_bundle(folder: Path, private_key: Path) -> Path:
-    """Write ``manifest.json.sig`` with an ed25519 private key (unencrypted PEM) and return its path. Raises InputError
-    for a key that cannot be used, MissingExtraError without cryptography."""
+    """Write ``manifest.json.sig`` with an ed25519 private key (unencrypted PEM) and return its
+    path.
+
+    Raises InputError for a key that cannot be used, MissingExtraError without cryptography.
+    """
     private = _load_key(private_key, private=True)
     out = folder / SIGNATURE_FILE
     # Staged beside the bundle, not in it: a bundle with a stray file would be refused.
-    with disk_errors(out), closing(Stage(folder.parent / f"{folder.name}.sig", folder=False)) as stage:
+    with (
+        disk_errors(out),
+        closing(Stage(folder.parent / f"{folder.name}.sig", folder=False)) as stage,
+    ):
         stage.path.write_bytes(base64.b64encode(private.sign(manifest_bytes(folder))) + b"\n")
         sync_tree(stage.path)
         stage.path.replace(out)
@@ -164,7 +201,11 @@ def _load_key(file: Path, private: bool) -> Any:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     try:
         data = read_bounded(file, MAX_KEY_BYTES)
-        key = serialization.load_pem_private_key(data, None) if private else serialization.load_pem_public_key(data)
+        key = (
+            serialization.load_pem_private_key(data, None)
+            if private
+            else serialization.load_pem_public_key(data)
+        )
     except BundleError as error:
         raise InputError(str(error)) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:

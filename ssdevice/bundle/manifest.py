@@ -1,7 +1,8 @@
 """The manifest of a bundle as strict dataclasses.
 
-``manifest.json`` is read before anything is verified, so every number, text and list in it has a bound: field metadata
-in the terms of JSON Schema, which the checks here and the published schema share.
+``manifest.json`` is read before anything is verified, so every number, text and list in it has a
+bound: field metadata in the terms of JSON Schema, which the checks here and the published schema
+share.
 """
 
 import json
@@ -27,7 +28,11 @@ LONGER = "the context is longer than the model was made for, so answers may get 
 NOT_APPLIED = "generation_config.json asks for settings that a bundle does not apply"
 """Notes that begin with one of these two are repeated wherever a bundle answers."""
 
-SHA256: Rule = {"maxLength": 64, "pattern": "^[0-9a-f]{64}$", "description": "64 hexadecimal digits"}
+SHA256: Rule = {
+    "maxLength": 64,
+    "pattern": "^[0-9a-f]{64}$",
+    "description": "64 hexadecimal digits",
+}
 NAME: Rule = {
     "maxLength": 64,
     "pattern": f"^{SEGMENT}$",
@@ -45,7 +50,9 @@ TEXT: Rule = {"maxLength": 1 << 16}
 
 
 def entries(most: int, **rules: Rule) -> Rule:
-    """The rule for a mapping of at most so many entries; ``rules``: those for their names and values."""
+    """The rule for a mapping of at most so many entries; ``rules``: those for their names and
+    values.
+    """
     return {"maxProperties": most, **rules}
 
 
@@ -53,8 +60,11 @@ ROLES = entries(MAX_FILES, propertyNames=ROLE, additionalProperties=PATH)
 
 
 class Precision(StrEnum):
-    """How weights are stored. Except on Core ML, int8 and int4 also quantize the inputs of linears, one scale per row.
-    ``palette4``: sixteen values per group of channels, fitted to the weight (Core ML only)."""
+    """How weights are stored.
+
+    Except on Core ML, int8 and int4 also quantize the inputs of linears, one scale per row.
+    ``palette4``: sixteen values per group of channels, fitted to the weight (Core ML only).
+    """
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -72,8 +82,9 @@ class CacheDtype(StrEnum):
 
 
 class AdapterKind(StrEnum):
-    """Where an app's weights are: in the graph (``merged``), in files loaded into its inputs or buffers (``slot``), in
-    separate functions (``function``), or nowhere (``base``)."""
+    """Where an app's weights are: in the graph (``merged``), in files loaded into its inputs or
+    buffers (``slot``), in separate functions (``function``), or nowhere (``base``).
+    """
 
     MERGED = "merged"
     SLOT = "slot"
@@ -95,9 +106,13 @@ class ModelIdentity(Ruled):
 
 @dataclass(frozen=True)
 class App(Ruled):
-    """An app of the bundle. ``mode``, ``msa_layers``: of its streams, None and 0 without. ``instruction``: text before
-    every user message. ``rank``: of its LoRA, 0 without. ``folder``: its folder in the bundle. ``files``: what an
-    engine loads for it. ``functions``: contract name -> the app's name, where the target has functions per app."""
+    """An app of the bundle.
+
+    ``mode``, ``msa_layers``: of its streams, None and 0 without. ``instruction``: text before every
+    user message. ``rank``: of its LoRA, 0 without. ``folder``: its folder in the bundle. ``files``:
+    what an engine loads for it. ``functions``: contract name -> the app's name, where the target
+    has functions per app.
+    """
 
     name: str = field(metadata=NAME)
     kind: AdapterKind
@@ -108,18 +123,24 @@ class App(Ruled):
     rank: int = field(default=0, metadata=within(0, 1 << 14))
     folder: str | None = field(default=None, metadata=PATH)
     files: tuple[str, ...] = field(default=(), metadata={"maxItems": MAX_FILES, "items": PATH})
-    functions: dict[str, str] = field(default_factory=dict, metadata=entries(16, additionalProperties=NAME))
+    functions: dict[str, str] = field(
+        default_factory=dict, metadata=entries(16, additionalProperties=NAME)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind is AdapterKind.SLOT and not self.files:
             raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
         if odd := [name[:60] for name in self.functions if name not in EVERY_FUNCTION]:
-            raise ConfigError(f"app {self.name!r}: {odd[0]!r} is not a function ({', '.join(EVERY_FUNCTION)})")
+            raise ConfigError(
+                f"app {self.name!r}: {odd[0]!r} is not a function ({', '.join(EVERY_FUNCTION)})"
+            )
 
     @property
     def answers_as_base(self) -> bool:
-        """Whether its main rows are the base's own, so that any decoder of the base must give the same answers."""
+        """Whether its main rows are the base's own, so that any decoder of the base must give the
+        same answers.
+        """
         return self.kind is AdapterKind.BASE or (self.mode is Mode.LOSSLESS and not self.rank)
 
 
@@ -135,15 +156,19 @@ class FileEntry(Ruled):
 class Manifest(Ruled):
     """The contents of ``manifest.json``. Raises ConfigError for values that contradict each other.
 
-    ``tools``: package -> version. ``mode``, ``msa_layers``: of the first app with streams; apps that are not merged may
-    differ. ``functions``: those of the contract that the bundle has. ``calibrated_rows``: rows of the apps' data used
-    to round weights; 0: rounded to nearest. ``sampling``: what the model's ``generation_config.json`` asks of hosts
-    that choose tokens. ``notes``: how the bundle differs from the request, one sentence each. ``parity``: the largest
-    differences from the reference, measured by the export. ``roles``: role -> its file or folder. ``files``: path ->
-    size and hash of all files but the manifest and its signature. ``BundleWriter.commit`` fills ``files`` and
-    ``roles``."""
+    ``tools``: package -> version. ``mode``, ``msa_layers``: of the first app with streams; apps
+    that are not merged may differ. ``functions``: those of the contract that the bundle has.
+    ``calibrated_rows``: rows of the apps' data used to round weights; 0: rounded to nearest.
+    ``sampling``: what the model's ``generation_config.json`` asks of hosts that choose tokens.
+    ``notes``: how the bundle differs from the request, one sentence each. ``parity``: the largest
+    differences from the reference, measured by the export. ``roles``: role -> its file or folder.
+    ``files``: path -> size and hash of all files but the manifest and its signature.
+    ``BundleWriter.commit`` fills ``files`` and ``roles``.
+    """
 
-    tools: dict[str, str] = field(metadata=entries(100, propertyNames=SHORT, additionalProperties=SHORT))
+    tools: dict[str, str] = field(
+        metadata=entries(100, propertyNames=SHORT, additionalProperties=SHORT)
+    )
     model: ModelIdentity
     target: str = field(metadata={"enum": list(targets.BUILT_IN)})  # and registered targets
     precision: Precision
@@ -153,17 +178,25 @@ class Manifest(Ruled):
     cache_dtype: CacheDtype
     geometry: Geometry
     msa_layers: int = field(metadata=within(0, 1023))
-    functions: tuple[FunctionSpec, ...] = field(metadata={"minItems": 1, "maxItems": len(EVERY_FUNCTION)})
+    functions: tuple[FunctionSpec, ...] = field(
+        metadata={"minItems": 1, "maxItems": len(EVERY_FUNCTION)}
+    )
     chat: ChatFormat
     apps: tuple[App, ...] = field(metadata={"minItems": 1, "maxItems": MAX_APPS})
     default_app: str = field(metadata=NAME)
     calibrated_rows: int = field(default=0, metadata=COUNT)
     sampling: ModelSampling | None = None
     notes: tuple[str, ...] = field(default=(), metadata={"maxItems": 1000, "items": TEXT})
-    parity: dict[str, float] = field(default_factory=dict, metadata=entries(1000, propertyNames=SHORT))
+    parity: dict[str, float] = field(
+        default_factory=dict, metadata=entries(1000, propertyNames=SHORT)
+    )
     roles: dict[str, str] = field(default_factory=dict, metadata=ROLES)
-    files: dict[str, FileEntry] = field(default_factory=dict, metadata=entries(MAX_FILES, propertyNames=PATH))
-    schema_version: int = field(default=SCHEMA_VERSION, metadata=within(SCHEMA_VERSION, SCHEMA_VERSION))
+    files: dict[str, FileEntry] = field(
+        default_factory=dict, metadata=entries(MAX_FILES, propertyNames=PATH)
+    )
+    schema_version: int = field(
+        default=SCHEMA_VERSION, metadata=within(SCHEMA_VERSION, SCHEMA_VERSION)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,13 +210,17 @@ class Manifest(Ruled):
         if g.layers < self.model.layers or (g.layers > self.model.layers and self.mode is None):
             raise ConfigError(f"model.layers is {self.model.layers}, geometry.layers {g.layers}")
         if g.hidden not in (0, self.model.hidden_size):
-            raise ConfigError(f"model.hidden_size is {self.model.hidden_size}, geometry.hidden {g.hidden}")
+            raise ConfigError(
+                f"model.hidden_size is {self.model.hidden_size}, geometry.hidden {g.hidden}"
+            )
         if (self.mode is not None and not g.gamma) or (self.msa_layers and self.mode is None):
             expected = "a bundle with streams has a mode and a gamma, one without has null and no msa_layers"
             found = f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}"
             raise ConfigError(f"{found}: {expected}")
         if self.msa_layers >= self.model.layers:
-            raise ConfigError(f"msa_layers is {self.msa_layers}, the model has {self.model.layers} layers")
+            raise ConfigError(
+                f"msa_layers is {self.msa_layers}, the model has {self.model.layers} layers"
+            )
         self._check_functions()
         self._check_apps()
 
@@ -191,10 +228,18 @@ class Manifest(Ruled):
         expected = contract.functions(self.geometry, self.cache, self.cache_dtype)
         names = [spec.name for spec in self.functions]
         if names != [name for name in expected if name in names]:
-            raise ConfigError(f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order")
+            raise ConfigError(
+                f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order"
+            )
         deciding = {contract.STEP, contract.PLAIN} & set(names)
-        if contract.PREFILL not in names or not deciding or (contract.STEP in names and not self.geometry.gamma):
-            raise ConfigError(f"functions are {names}: expected prefill, and step (with streams) or step_plain")
+        if (
+            contract.PREFILL not in names
+            or not deciding
+            or (contract.STEP in names and not self.geometry.gamma)
+        ):
+            raise ConfigError(
+                f"functions are {names}: expected prefill, and step (with streams) or step_plain"
+            )
         _check_pair("functions", names, self.mode)
         for spec in self.functions:
             if spec != expected[spec.name]:
@@ -205,13 +250,17 @@ class Manifest(Ruled):
         if twice := repeated_name(name.lower() for name in names):
             raise ConfigError(f"app {twice!r} appears twice")
         if self.default_app not in names:
-            raise ConfigError(f"default_app {self.default_app!r} is not one of the apps {', '.join(names)[:200]}")
+            raise ConfigError(
+                f"default_app {self.default_app!r} is not one of the apps {', '.join(names)[:200]}"
+            )
         for app in self.apps:
             if app.base_sha256 != self.model.sha256:
                 shown = f"its base_sha256 is {app.base_sha256[:12]}.., the model's is {self.model.sha256[:12]}.."
                 raise ConfigError(f"app {app.name!r} is for another base: {shown}")
             if app.kind is AdapterKind.MERGED and app.mode not in (None, self.mode):
-                raise ConfigError(f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}")
+                raise ConfigError(
+                    f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}"
+                )
             _check_pair(f"app {app.name!r}", app.functions, app.mode)
 
     @property
@@ -219,7 +268,9 @@ class Manifest(Ruled):
         return sum(entry.size for entry in self.files.values())
 
     def check_files(self) -> None:
-        """Raise ConfigError unless ``files`` have safe, distinct names, and apps and roles refer only to them."""
+        """Raise ConfigError unless ``files`` have safe, distinct names, and apps and roles refer
+        only to them.
+        """
         if not self.files:
             raise ConfigError("files: the bundle lists none")
         folders = check_paths(self.files)
@@ -236,35 +287,51 @@ class Manifest(Ruled):
 
 
 def _check_pair(what: str, names: Collection[str], mode: Mode | None) -> None:
-    """Raise ConfigError for a draft of streams that is verified, but not drafted again and moved to the front."""
+    """Raise ConfigError for a draft of streams that is verified, but not drafted again and moved to
+    the front.
+    """
     if mode is not None and (contract.VERIFY in names) != (contract.DRAFT in names):
-        raise ConfigError(f"{what}: {', '.join(names)[:200]}: {contract.VERIFY} and {contract.DRAFT} need each other")
+        raise ConfigError(
+            f"{what}: {', '.join(names)[:200]}: {contract.VERIFY} and {contract.DRAFT} need each other"
+        )
 
 
 def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:
     for kind in ("inputs", "outputs", "states"):
         mine, theirs = (
-            [f"{t.name[:60]!r} {t.dtype[:20]!r} {str(list(t.shape))[:80]}" for t in getattr(spec, kind)]
+            [
+                f"{t.name[:60]!r} {t.dtype[:20]!r} {str(list(t.shape))[:80]}"
+                for t in getattr(spec, kind)
+            ]
             for spec in (found, expected)
         )
         for i, (one, other) in enumerate(zip_longest(mine, theirs, fillvalue="nothing")):
             if one != other:
-                return f"functions: {found.name}.{kind}[{i}] is {one}, its geometry asks for {other}"
+                return (
+                    f"functions: {found.name}.{kind}[{i}] is {one}, its geometry asks for {other}"
+                )
     return f"functions: {found.name} differs from its geometry"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest file: UTF-8, schema_version first. Raises SSDeviceError for NaN and non-JSON values."""
+    """The bytes of a manifest file: UTF-8, schema_version first.
+
+    Raises SSDeviceError for NaN and non-JSON values.
+    """
     values = {"schema_version": manifest.schema_version, **to_json(manifest)}
     try:
-        return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+        return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode(
+            "utf-8"
+        )
     except (TypeError, ValueError) as error:
         raise SSDeviceError(f"the manifest has a value that JSON cannot hold: {error}") from error
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in these bytes, after every check that needs no other file. ``where`` names it in messages. Raises
-    BundleError with one line that names the field."""
+    """The manifest in these bytes, after every check that needs no other file.
+
+    ``where`` names it in messages. Raises BundleError with one line that names the field.
+    """
     raw = parse_strict(data, where)
     version = raw.get("schema_version")
     if type(version) is int and version > SCHEMA_VERSION:

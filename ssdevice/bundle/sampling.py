@@ -1,4 +1,6 @@
-"""What a model's ``generation_config.json`` asks of the choice of tokens, as far as hosts can apply it."""
+"""What a model's ``generation_config.json`` asks of the choice of tokens, as far as hosts can apply
+it.
+"""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,8 +16,12 @@ WORDS: Rule = {"maxItems": 1 << 16, "items": {"minItems": 1, "maxItems": 64, "it
 
 @dataclass(frozen=True)
 class ModelSampling(Ruled):
-    """The settings of a model by the names of ``ssdevice.runtime.sampling.options.Sampling``; None: not named.
-    ``do_sample``: whether ``generate`` of transformers samples with them. ``min_length``: of prompt and answer."""
+    """The settings of a model by the names of ``ssdevice.runtime.sampling.options.Sampling``; None:
+    not named.
+
+    ``do_sample``: whether ``generate`` of transformers samples with them. ``min_length``: of prompt
+    and answer.
+    """
 
     do_sample: bool = False
     temperature: float | None = field(default=None, metadata=FACTOR)
@@ -33,5 +39,7 @@ class ModelSampling(Ruled):
 
     def named(self) -> dict[str, Any]:
         """The settings that the model names, without ``do_sample``."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "do_sample"}
+        values = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name != "do_sample"
+        }
         return {name: value for name, value in values.items() if value not in (None, ())}

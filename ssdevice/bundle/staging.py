@@ -1,7 +1,8 @@
 """Files and folders that appear whole or not at all, whatever interrupts the writer.
 
-A writer works beside the destination, in ``.NAME.ssdevice.tmp``, under a lock that ends with the process, and renames
-once at the end. What a killed writer left is removed by the next writer of the same destination.
+A writer works beside the destination, in ``.NAME.ssdevice.tmp``, under a lock that ends with the
+process, and renames once at the end. What a killed writer left is removed by the next writer of the
+same destination.
 """
 
 import contextlib
@@ -21,24 +22,33 @@ from ssdevice.errors import InputError, SSDeviceError
 if sys.platform != "win32":
     import fcntl
 
-MARK = ".ssdevice" if sys.platform != "win32" else f".ssdevice-{os.getpid()}"  # without locks names must differ
+MARK = (
+    ".ssdevice" if sys.platform != "win32" else f".ssdevice-{os.getpid()}"
+)  # without locks names must differ
 ATTEMPTS = 100
 """To begin, while other writers of the same destination come and go."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
-"""What libraries say of a full disk that write from native code: safetensors, and coremltools, which knows no more."""
+"""What libraries say of a full disk that write from native code: safetensors, and coremltools,
+which knows no more.
+"""
 
 
 def check_writable(out: Path, option: str = "") -> None:
-    """Raise InputError, before any work, if a file or a new folder cannot be written at this path. It is tried, because
-    permissions do not tell of read-only file systems: in the nearest folder that exists, as none is made yet."""
+    """Raise InputError, before any work, if a file or a new folder cannot be written at this path.
+
+    It is tried, because permissions do not tell of read-only file systems: in the nearest folder
+    that exists, as none is made yet.
+    """
     where = f"{option} {out}".strip()
     try:
         if out.exists() and not out.is_dir():
             if not os.access(out, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
-        nearest = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+        nearest = next(
+            folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists()
+        )
         with tempfile.TemporaryFile(dir=nearest):
             return
     except OSError as error:
@@ -57,12 +67,17 @@ def write_json(out: Path, value: Any) -> None:
 
 
 class Stage:
-    """An unfinished folder or file beside ``out``: write to ``path``; ``publish`` renames it, ``close`` removes what
-    was not published. Raises InputError if the parent is not writable, or if another process is writing ``out``."""
+    """An unfinished folder or file beside ``out``: write to ``path``; ``publish`` renames it,
+    ``close`` removes what was not published.
+
+    Raises InputError if the parent is not writable, or if another process is writing ``out``.
+    """
 
     def __init__(self, out: Path, *, folder: bool) -> None:
         self.out = Path(os.path.abspath(out))
-        self.path, self._aside = (self.out.with_name(f".{self.out.name}{MARK}{end}") for end in (".tmp", ".old"))
+        self.path, self._aside = (
+            self.out.with_name(f".{self.out.name}{MARK}{end}") for end in (".tmp", ".old")
+        )
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._claim(folder)
@@ -75,7 +90,9 @@ class Stage:
             raise InputError(f"{self.out.parent}: cannot write here ({error.strerror})") from error
 
     def _claim(self, folder: bool) -> int:
-        """Make ``path``, after removing what a killed writer left there, and return the handle that locks it."""
+        """Make ``path``, after removing what a killed writer left there, and return the handle that
+        locks it.
+        """
         for _ in range(ATTEMPTS):
             fresh = True
             try:
@@ -98,23 +115,34 @@ class Stage:
         raise InputError(f"{self.path} was left by another writer and cannot be removed; remove it")
 
     def publish(self, *, replace: bool) -> None:
-        """Rename the work to ``out``, with ``replace`` instead of what is there. A folder is replaced by two renames;
-        after a crash between them the next writer restores the old one. Raises InputError if ``out`` exists and
-        ``replace`` is False."""
+        """Rename the work to ``out``, with ``replace`` instead of what is there.
+
+        A folder is replaced by two renames; after a crash between them the next writer restores the
+        old one. Raises InputError if ``out`` exists and ``replace`` is False.
+        """
         sync_tree(self.path)
         if not replace and os.path.lexists(self.out):
             raise InputError(f"{self.out} exists; choose another name")
         try:
             if replace and self.out.is_dir():
-                self.path.chmod(stat.S_IMODE(self.out.stat().st_mode))  # a private folder stays private
+                self.path.chmod(
+                    stat.S_IMODE(self.out.stat().st_mode)
+                )  # a private folder stays private
                 os.rename(self.out, self._aside)
                 os.rename(self.path, self.out)
                 _remove(self._aside)
             else:
                 (os.replace if replace else os.rename)(self.path, self.out)
         except OSError as error:
-            if not replace and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
-                raise InputError(f"another process has created {self.out}; choose another name") from error
+            if not replace and error.errno in (
+                errno.EEXIST,
+                errno.ENOTEMPTY,
+                errno.ENOTDIR,
+                errno.EISDIR,
+            ):
+                raise InputError(
+                    f"another process has created {self.out}; choose another name"
+                ) from error
             raise
         _sync(self.out.parent)
 
@@ -127,8 +155,9 @@ class Stage:
 
 @contextlib.contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line; other system errors
-    without a file name get ``out``."""
+    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line;
+    other system errors without a file name get ``out``.
+    """
     try:
         yield
     except Exception as error:
@@ -137,8 +166,14 @@ def disk_errors(out: Path) -> Iterator[None]:
                 error.filename = str(out)
             raise
         places = dict.fromkeys([out.parent, Path(tempfile.gettempdir())])
-        free = ", ".join(f"{shutil.disk_usage(place).free >> 20} MiB in {place}" for place in places if place.is_dir())
-        raise SSDeviceError(f"the disk is full: {out} could not be written; now free: {free}") from error
+        free = ", ".join(
+            f"{shutil.disk_usage(place).free >> 20} MiB in {place}"
+            for place in places
+            if place.is_dir()
+        )
+        raise SSDeviceError(
+            f"the disk is full: {out} could not be written; now free: {free}"
+        ) from error
 
 
 def _is_full(error: Exception) -> bool:
@@ -148,7 +183,9 @@ def _is_full(error: Exception) -> bool:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush a file, or a folder with its contents, to the disk, so that no crash leaves a name with missing data."""
+    """Flush a file, or a folder with its contents, to the disk, so that no crash leaves a name with
+    missing data.
+    """
     for each in (path, *path.rglob("*")):
         _sync(each)
 
@@ -160,15 +197,20 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some file systems cannot sync folders
             raise
     finally:
         os.close(handle)
 
 
 def lock_path(path: Path, *, wait: bool = True, needed: bool = False) -> int:
-    """A handle that locks a file or folder until it is closed or the process ends. Raises BlockingIOError if another
-    process holds it and ``wait`` is False. Systems without locks lock nothing, or raise OSError if one is ``needed``.
+    """A handle that locks a file or folder until it is closed or the process ends.
+
+    Raises BlockingIOError if another process holds it and ``wait`` is False. Systems without locks
+    lock nothing, or raise OSError if one is ``needed``.
     """
     if sys.platform == "win32":
         return os.open(os.devnull, os.O_RDONLY)
@@ -183,7 +225,9 @@ def lock_path(path: Path, *, wait: bool = True, needed: bool = False) -> int:
 
 
 def _is_open(path: Path, handle: int) -> bool:
-    """Whether a path still is the file that was opened as ``handle``, not renamed or removed meanwhile."""
+    """Whether a path still is the file that was opened as ``handle``, not renamed or removed
+    meanwhile.
+    """
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(handle))
     return False

@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     opening.add_bundle(parser)
     add_measuring(parser)
     parser.add_argument("--metric", choices=METRICS, help="of quality (default: by the data)")
-    parser.add_argument("--profile", action="store_true", help="instead, show where the time of a call goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="instead, show where the time of a call goes"
+    )
     add_sampling(parser)
     opening.add_engine(parser)
 
@@ -46,11 +48,27 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FILE", help="JSON Lines of prompts")
     add("--limit", type=opening.positive, metavar="N", help="the first N prompts")
-    add("--rounds", type=opening.positive, metavar="R", help=f"runs of each prompt (default {ROUNDS})")
-    add("--max-tokens", type=opening.positive, default=128, metavar="N", help="end an answer here (default 128)")
+    add(
+        "--rounds",
+        type=opening.positive,
+        metavar="R",
+        help=f"runs of each prompt (default {ROUNDS})",
+    )
+    add(
+        "--max-tokens",
+        type=opening.positive,
+        default=128,
+        metavar="N",
+        help="end an answer here (default 128)",
+    )
     add("--skip-long", action="store_true", help="leave out prompts that exceed the context")
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    add("--report", type=Path, metavar="DIR", help="write index.html, a page that needs no network, and report.json")
+    add(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write index.html, a page that needs no network, and report.json",
+    )
 
 
 def check_measuring(args: argparse.Namespace) -> None:
@@ -73,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     check_measuring(args)
     if args.profile:
         measuring = ("--json", "--report", "--metric", "--rounds", "--skip-long")
-        opening.refuse_ignored(args, "--profile shows where time goes and measures nothing", *measuring)
+        opening.refuse_ignored(
+            args, "--profile shows where time goes and measures nothing", *measuring
+        )
         choices = map(flag, (*HELP, *STRUCTURES, "logit_bias", "sample"))
         opening.refuse_ignored(args, "--profile chooses tokens greedily", *choices)
     examples = read_examples(args.data, args.limit, require_completion=False)
@@ -84,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
     check_metric(examples, args.metric)
     with opening.open_session(args) as session, Progress(args.quiet) as progress:
         options = replace(bench_options(args), sampling=sampling_of(args, session.bundle))
-        report = _report(args, session, measure(session, examples, options, progress.report), options)
+        report = _report(
+            args, session, measure(session, examples, options, progress.report), options
+        )
     finish(args, report, as_markdown(report))
     return 0
 
@@ -100,43 +122,67 @@ def finish(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
         print("ssdevice: the machine was loaded; run again when it is quiet", file=sys.stderr)
 
 
-def _report(args: argparse.Namespace, session: Session, result: BenchResult, options: BenchOptions) -> dict[str, Any]:
+def _report(
+    args: argparse.Namespace, session: Session, result: BenchResult, options: BenchOptions
+) -> dict[str, Any]:
     manifest = session.bundle.manifest
     first = session.prompt_ids(result.examples[0].prompt, system=result.examples[0].system)
-    opened, most = (args.bundle, args.app, opening.engine_options(args)), options.max_tokens
+    opened = (args.bundle, args.app, opening.engine_options(args))
+    most = options.max_tokens
     memory = {name: measure_memory(*opened, name, first, most) for name in result.modes}
-    plain, chosen = to_json(Sampling()), to_json(options.sampling)
+    plain = to_json(Sampling())
+    chosen = to_json(options.sampling)
     setting = {
         "bundle": str(args.bundle),
         "app": args.app or manifest.default_app,
-        **{name: to_json(getattr(manifest, name)) for name in ("target", "precision", "schedule", "mode")},
+        **{
+            name: to_json(getattr(manifest, name))
+            for name in ("target", "precision", "schedule", "mode")
+        },
         "parameters": manifest.model.parameters,
-        "sampling": {name: each for name, each in chosen.items() if each != plain[name]} if chosen else None,
+        "sampling": {name: each for name, each in chosen.items() if each != plain[name]}
+        if chosen
+        else None,
         "threads": args.threads,
         "kernels": session.engine.kernels is not None,
         "data": str(args.data),
-        "app_bytes": sum(manifest.files[path].size for path in session.bundle.app(args.app).files),  # 0 if merged
+        "app_bytes": sum(
+            manifest.files[path].size for path in session.bundle.app(args.app).files
+        ),  # 0 if merged
         "model_mb": round(manifest.total_bytes / 1e6, 3),
         "versions": installed(["numpy", *manifest.tools]),
     }
-    return as_json(setting, session.engine.geometry, options, result, quality_of(result, args.metric), memory)
+    return as_json(
+        setting, session.engine.geometry, options, result, quality_of(result, args.metric), memory
+    )
 
 
 def profile(session: Session, examples: Sequence[Example], max_tokens: int) -> dict[str, Any]:
-    """Decode a few prompts in every mode: the host's share of a step, and the time by operator. Profiling slows calls
-    down, so trust the shares rather than the times."""
-    result = measure(session, examples, BenchOptions(rounds=1, max_tokens=max_tokens), lambda *_: None)
+    """Decode a few prompts in every mode: the host's share of a step, and the time by operator.
+
+    Profiling slows calls down, so trust the shares rather than the times.
+    """
+    result = measure(
+        session, examples, BenchOptions(rounds=1, max_tokens=max_tokens), lambda *_: None
+    )
     found: dict[str, Any] = {"modes": []}
     for name, mode in result.modes.items():
-        inside, host = mode.native_ms_per_step.median, mode.host_us_per_step.median
-        row = {"mode": name, "steps": sum(answer.steps for answer in mode.answers), "inside_ms_per_step": inside}
+        inside = mode.native_ms_per_step.median
+        host = mode.host_us_per_step.median
+        row = {
+            "mode": name,
+            "steps": sum(answer.steps for answer in mode.answers),
+            "inside_ms_per_step": inside,
+        }
         found["modes"].append(row | {"host_us_per_step": host})
     target = export_target(session.bundle.manifest.target)
     parts = target.parts(session.engine) if STEP in session.engine.functions else {}
     for function, kernels in session.engine.profile().items():
         found[f"{function}: kernels"] = _shares(kernels, lambda kernel: kernel.operator)
         if function == STEP and parts:
-            found[f"{function}: parts"] = _shares(kernels, lambda kernel: parts.get(kernel.node, OTHER))
+            found[f"{function}: parts"] = _shares(
+                kernels, lambda kernel: parts.get(kernel.node, OTHER)
+            )
     return found
 
 
@@ -147,4 +193,6 @@ def _shares(kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> list[dic
         times[key(kernel)] += kernel.microseconds
     total = sum(times.values()) or 1.0
     rows = [*sorted(times.items(), key=lambda row: -row[1]), ("all", total)]
-    return [{"name": name, "share": f"{us / total:.1%}", "us_per_call": round(us)} for name, us in rows]
+    return [
+        {"name": name, "share": f"{us / total:.1%}", "us_per_call": round(us)} for name, us in rows
+    ]

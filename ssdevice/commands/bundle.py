@@ -18,8 +18,12 @@ from ssdevice.runtime.opened import tokenizer_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     # No defaults: one here would override the same option given before the action's name.
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-    shared.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="do not say what was done")
+    shared.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"
+    )
+    shared.add_argument(
+        "--quiet", action="store_true", default=argparse.SUPPRESS, help="do not say what was done"
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def action(name: str, summary: str) -> argparse.ArgumentParser:
@@ -27,22 +31,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return actions.add_parser(name, help=summary, description=described, parents=[shared])
 
     shared.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    signing = action("sign", "check a bundle and sign its manifest, which contains the hash of every file")
-    signing.add_argument("--key", type=Path, required=True, metavar="PRIVATE.pem", help="ed25519 private key")
+    signing = action(
+        "sign", "check a bundle and sign its manifest, which contains the hash of every file"
+    )
+    signing.add_argument(
+        "--key", type=Path, required=True, metavar="PRIVATE.pem", help="ed25519 private key"
+    )
 
-    adding = action("add-app", "add an app to a bundle whose base has slots, without exporting the base again")
+    adding = action(
+        "add-app", "add an app to a bundle whose base has slots, without exporting the base again"
+    )
     adding.add_argument("app", metavar="[NAME=]DIR", help="app and its adapter folder")
     add_adapter_precision(adding)
 
     removing = action("remove-app", "remove an app whose weights are separate files")
     removing.add_argument("app", metavar="NAME", help="the app to remove")
-    removing.add_argument("--default", metavar="NAME", help="the new default app, if the default one is removed")
+    removing.add_argument(
+        "--default", metavar="NAME", help="the new default app, if the default one is removed"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the action, completely or not at all."""
     bundle = Bundle.open(args.bundle)  # a signature must not vouch for damaged files
-    said = {"sign": _sign, "add-app": _add_app, "remove-app": _remove_app}[args.action](args, bundle)
+    said = {"sign": _sign, "add-app": _add_app, "remove-app": _remove_app}[args.action](
+        args, bundle
+    )
     if not args.quiet:
         print(said)
     return 0
@@ -54,32 +68,47 @@ def _sign(args: argparse.Namespace, bundle: Bundle) -> str:
 
 def _add_app(args: argparse.Namespace, bundle: Bundle) -> str:
     name, folder = named_folder(args.app)
-    if tokenizer_folder(bundle.folder, folder) != bundle.folder:  # the adapter brings one, and a chat template
+    if (
+        tokenizer_folder(bundle.folder, folder) != bundle.folder
+    ):  # the adapter brings one, and a chat template
         with needs_extra("export"):
             its = open_tokenizer(bundle.folder, folder)
         if (what := difference(tokenizer_of(bundle), its)) is not None:
-            raise InputError(f"{folder} and {bundle.folder} need different {what}: export the app apart")
+            raise InputError(
+                f"{folder} and {bundle.folder} need different {what}: export the app apart"
+            )
     return add_app(bundle, name, folder, Precision(args.adapter_precision))
 
 
 def _remove_app(args: argparse.Namespace, bundle: Bundle) -> str:
-    manifest, app = bundle.manifest, bundle.app(args.app)
+    manifest = bundle.manifest
+    app = bundle.app(args.app)
     rest = tuple(other for other in manifest.apps if other is not app)
     if not rest:
-        raise InputError(f"{args.bundle} has only the app {app.name!r}; a bundle needs at least one")
+        raise InputError(
+            f"{args.bundle} has only the app {app.name!r}; a bundle needs at least one"
+        )
     if app.kind in (AdapterKind.MERGED, AdapterKind.FUNCTION):
         why = "its weights are in the graphs, not in separate files; export the others again"
         raise InputError(f"app {app.name!r} of {args.bundle} is {app.kind.value}: {why}")
     names = [other.name for other in rest]
     if args.default is not None and args.default not in names:
-        raise InputError(f"--default {args.default!r} is not one of the remaining apps: {', '.join(names)}")
+        raise InputError(
+            f"--default {args.default!r} is not one of the remaining apps: {', '.join(names)}"
+        )
     if args.default is None and manifest.default_app == app.name:
         raise InputError(f"app {app.name!r} is the default one; name another: --default {names[0]}")
     default = args.default or manifest.default_app
-    inside = {path for path in manifest.files if app.folder is not None and path.startswith(f"{app.folder}/")}
+    inside = {
+        path
+        for path in manifest.files
+        if app.folder is not None and path.startswith(f"{app.folder}/")
+    }
     gone = frozenset({*app.files, *inside} - {path for other in rest for path in other.files})
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle, without=gone)
-        writer.commit(dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={}))
+        writer.commit(
+            dataclasses.replace(manifest, apps=rest, default_app=default, files={}, roles={})
+        )
     return f"removed app {app.name} from {args.bundle} ({count(len(gone), 'file')}){again}"

@@ -20,7 +20,8 @@ from ssdevice.runtime.split import on_stderr
 from ssdevice.strict_json import utf8
 from ssdevice.text.messages import DROP_OLDEST, OVERFLOWS, SYSTEM, USER, WAITING, checked
 
-PROMPT, DRAFTED = "> ", "green"
+PROMPT = "> "
+DRAFTED = "green"
 HELP = """\
 /app NAME     switch to another app of the bundle; the conversation starts over
 /system TEXT  another system message, from now on; without TEXT none
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer lines of standard input until it ends: at a terminal, or one message a line from a pipe or file."""
+    """Answer lines of standard input until it ends: at a terminal, or one message a line from a
+    pipe or file.
+    """
     refuse_ignored(args, "it goes with ssdevice run --json", "--logprobs")
     sampling_of(args)
     with open_session(args) as session:
@@ -56,14 +59,19 @@ class _Talk:
     def __init__(self, args: argparse.Namespace, session: Session) -> None:
         from rich.console import Console
 
-        self._args, self._session, self._sampling = args, session, sampling_of(args, session.bundle)
+        self._args = args
+        self._session = session
+        self._sampling = sampling_of(args, session.bundle)
         self._console = Console(highlight=False)  # heeds NO_COLOR, and a file gets no colours
         self._interactive = sys.stdin is not None and sys.stdin.isatty()
         self._messages: list[dict[str, Any]] = []
         self._command("system", args.system or "")
 
     def hold(self) -> None:
-        """Take lines until there are no more. An error ends what comes from a pipe; at a terminal the user goes on."""
+        """Take lines until there are no more.
+
+        An error ends what comes from a pipe; at a terminal the user goes on.
+        """
         if self._interactive and not self._args.quiet:
             on_stderr(f"{self._args.bundle}: /help lists the commands")
         for line in filter(None, map(str.strip, _lines(self._interactive))):
@@ -81,17 +89,24 @@ class _Talk:
                 on_stderr(f"error: {error}")
 
     def _answer(self, prompt: str) -> None:
-        session, args = self._session, self._args
+        session = self._session
+        args = self._args
         pieces = session.chat(
-            messages=[*self._messages, {"role": USER, "content": prompt}], template=dict(args.template_arg),
-            overflow=args.overflow, max_tokens=args.max_tokens, stop=args.stop, speculate=not args.no_speculate,
+            messages=[*self._messages, {"role": USER, "content": prompt}],
+            template=dict(args.template_arg),
+            overflow=args.overflow,
+            max_tokens=args.max_tokens,
+            stop=args.stop,
+            speculate=not args.no_speculate,
             sampling=self._sampling,
-        )  # fmt: skip
+        )
         with closing(pieces), suppress(KeyboardInterrupt):  # type: ignore[type-var]
             for piece in pieces:
                 self._show(piece)
         print(flush=True)
-        self._messages = session.messages or self._messages  # none if it was interrupted before its first token
+        self._messages = (
+            session.messages or self._messages
+        )  # none if it was interrupted before its first token
         if dropped := session.last.dropped:
             on_stderr(f"[{count(dropped, 'oldest turn')} forgotten: the context is full]")
         if not args.quiet:
@@ -99,7 +114,8 @@ class _Talk:
 
     def _show(self, piece: str) -> None:
         """Print a piece; what comes before the last token of a step are accepted drafts."""
-        answer, own = self._session.last, piece
+        answer = self._session.last
+        own = piece
         if answer.accepted and answer.accepted[-1] > 1:
             last = str(self._session.tokenizer.tokenizer.decode([answer.tokens[-1]]))
             own = last if piece.endswith(last) else ""
@@ -116,7 +132,9 @@ class _Talk:
             new = [{"role": SYSTEM, "content": argument}] if argument else []
             self._messages = [*new, *self._messages[len(system) :]]
         elif name not in ("app", "save", "load"):
-            raise InputError(f"unknown command /{name}; /help lists them, and // begins a message with /")
+            raise InputError(
+                f"unknown command /{name}; /help lists them, and // begins a message with /"
+            )
         elif not argument:
             raise InputError(f"/{name}: a name is missing; /help says what it names")
         elif name == "app":

@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(bundle: Bundle) -> dict[str, Any]:
     """What bundles of all targets have, as plain values; sizes in bytes."""
-    manifest, geometry = bundle.manifest, bundle.geometry
+    manifest = bundle.manifest
+    geometry = bundle.geometry
 
     def told(of: object, *names: str) -> dict[str, Any]:
         return {name: to_json(getattr(of, name)) for name in names}
@@ -38,7 +39,9 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     return {
         "bundle": str(bundle.folder),
         **told(manifest, "target", "precision"),
-        "model": told(manifest.model, "model_type", "parameters", "layers", "hidden_size", "vocab", "sha256"),
+        "model": told(
+            manifest.model, "model_type", "parameters", "layers", "hidden_size", "vocab", "sha256"
+        ),
         **told(manifest, "mode", "schedule", "msa_layers"),
         **told(geometry, "gamma", "k", "tree", "context", "chunk"),
         "tree_size": geometry.tree.size,
@@ -60,8 +63,14 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def memory(manifest: Manifest) -> dict[str, int]:
-    """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and a full KV cache."""
+    """Estimated bytes at run time: ``weights``, one copy of the files (engines may pack more), and
+    a full KV cache.
+    """
     geometry = manifest.geometry
-    weights = sum(entry.size for name, entry in manifest.files.items() if name != manifest.roles.get(TOKENIZER_ROLE))
+    weights = sum(
+        entry.size
+        for name, entry in manifest.files.items()
+        if name != manifest.roles.get(TOKENIZER_ROLE)
+    )
     row = geometry.token_bytes(manifest.cache_dtype)
     return {"weights": weights, "kv_cache": geometry.capacity * row, "kv_cache_per_token": row}

@@ -9,7 +9,9 @@ from ssdevice.targets import DEFAULT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", default=DEFAULT, metavar="NAME", help=f"whose kernels (default {DEFAULT})")
+    parser.add_argument(
+        "--target", default=DEFAULT, metavar="NAME", help=f"whose kernels (default {DEFAULT})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,9 @@ DEFAULT_QUANT = Precision.INT8.value
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="bundle folder")
-    parser.add_argument("--app", metavar="NAME", help="app of the bundle (default: its default app)")
+    parser.add_argument(
+        "--app", metavar="NAME", help="app of the bundle (default: its default app)"
+    )
     add_signature(parser)
 
 
@@ -36,31 +38,47 @@ def add_signature(parser: argparse.ArgumentParser) -> None:
 
 
 def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
-    choices, what = [each.value for each in PRECISIONS], "how adapters outside the graphs store their floats"
+    choices = [each.value for each in PRECISIONS]
+    what = "how adapters outside the graphs store their floats"
     default = Precision.FP32.value
-    parser.add_argument("--adapter-precision", choices=choices, default=default, help=f"{what} (default {default})")
+    parser.add_argument(
+        "--adapter-precision", choices=choices, default=default, help=f"{what} (default {default})"
+    )
 
 
 def named_folder(text: str, option: str = "") -> tuple[str, Path]:
-    """``NAME=DIR`` as a pair; a ``DIR`` alone names the app it was trained for. Raises InputError, which names
-    ``option``."""
+    """``NAME=DIR`` as a pair; a ``DIR`` alone names the app it was trained for.
+
+    Raises InputError, which names ``option``.
+    """
     name, separator, folder = text.partition("=")
     if not separator and (Path(text) / SETTINGS).is_file():
         return read_settings(Path(text)).app, Path(text)
     if not name or not folder:
-        found = "" if separator else f"no {SETTINGS} names its app; " if Path(text).is_dir() else "no such folder; "
-        raise InputError(f"{option} {text}: {found}expected NAME=DIR, the app's name and its adapter folder".strip())
+        found = (
+            ""
+            if separator
+            else f"no {SETTINGS} names its app; "
+            if Path(text).is_dir()
+            else "no such folder; "
+        )
+        raise InputError(
+            f"{option} {text}: {found}expected NAME=DIR, the app's name and its adapter folder".strip()
+        )
     return name, Path(folder)
 
 
 def add_threads(parser: argparse.ArgumentParser, what: str = "CPU threads") -> None:
     threads = whole(0, MAX_THREADS)
-    parser.add_argument("--threads", type=threads, default=0, metavar="N", help=f"{what} (default 0: all cores)")
+    parser.add_argument(
+        "--threads", type=threads, default=0, metavar="N", help=f"{what} (default 0: all cores)"
+    )
 
 
 def prepare_frameworks(threads: int = 0) -> None:
-    """Limit torch to ``threads`` CPU threads (0: all cores) and turn off transformers' progress bars, which ignore
-    whether stderr is a terminal."""
+    """Limit torch to ``threads`` CPU threads (0: all cores) and turn off transformers' progress
+    bars, which ignore whether stderr is a terminal.
+    """
     import torch
     from transformers.utils import logging
 
@@ -74,12 +92,15 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     what = "threads sleep while they wait: slower on an idle machine, kinder to other programs"
     parser.add_argument("--no-spinning", action="store_true", help=what)
-    parser.add_argument("--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built")
+    parser.add_argument(
+        "--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built"
+    )
 
 
 def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
     """The options that ``add_engine`` declared."""
-    spinning, kernels = not args.no_spinning, not args.no_kernels
+    spinning = not args.no_spinning
+    kernels = not args.no_kernels
     return EngineOptions(threads=args.threads, spinning=spinning, profile=profile, kernels=kernels)
 
 
@@ -89,8 +110,11 @@ def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
 
 
 def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
-    """The session of ``add_bundle`` and ``add_engine``. Tells stderr which settings of the model's ``generate`` the
-    bundle does not apply, and whether its context is longer than the model was made for."""
+    """The session of ``add_bundle`` and ``add_engine``.
+
+    Tells stderr which settings of the model's ``generate`` the bundle does not apply, and whether
+    its context is longer than the model was made for.
+    """
     options = replace(engine_options(args, profile), verify_at=verify_at(args))
     bundle = open_bundle(args)
     for note in bundle.manifest.notes:
@@ -104,7 +128,12 @@ def add_verify_at(parser: argparse.ArgumentParser) -> None:
     what = "this bundle drafts, and a server (serve --verify) chooses; while it is away, this bundle goes on alone"
     add("--verify-at", metavar="URL", help=what)
     add("--verify-key-file", type=Path, metavar="FILE", help="a file with the server's key")
-    add("--verify-drafts", type=whole(1, 32), metavar="N", help=f"tokens to draft for a call (default {DRAFTED})")
+    add(
+        "--verify-drafts",
+        type=whole(1, 32),
+        metavar="N",
+        help=f"tokens to draft for a call (default {DRAFTED})",
+    )
 
 
 def verify_at(args: argparse.Namespace) -> VerifyAt | None:
@@ -114,17 +143,26 @@ def verify_at(args: argparse.Namespace) -> VerifyAt | None:
             refuse_ignored(args, "it goes with --verify-at", "--verify-key-file", "--verify-drafts")
         return None
     refuse_ignored(args, "the server verifies every draft", "--no-speculate")
-    return VerifyAt(args.verify_at, key_in(args.verify_key_file, "--verify-key-file"), args.verify_drafts or DRAFTED)
+    return VerifyAt(
+        args.verify_at,
+        key_in(args.verify_key_file, "--verify-key-file"),
+        args.verify_drafts or DRAFTED,
+    )
 
 
 def key_in(file: Path | None, option: str) -> str | None:
-    """The key of a server in a file. Raises InputError for one that headers cannot hold, or that is soon guessed."""
+    """The key of a server in a file.
+
+    Raises InputError for one that headers cannot hold, or that is soon guessed.
+    """
     if file is None:
         return None
     with reading(file):
         key = utf8(file.read_bytes(), str(file)).strip()
     if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise InputError(f"{option} {file}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them")
+        raise InputError(
+            f"{option} {file}: a key has {LEAST_KEY} or more ASCII characters, no spaces among them"
+        )
     return key
 
 
@@ -159,8 +197,11 @@ def check_new_file(path: Path | None, option: str) -> None:
 
 
 def refuse_ignored(args: argparse.Namespace, why: str, *options: str) -> None:
-    """Raise InputError for the first of these options that was given: it would have no effect, and ``why``. Given means
-    neither None, False nor empty, so their defaults must be one of these."""
+    """Raise InputError for the first of these options that was given: it would have no effect, and
+    ``why``.
+
+    Given means neither None, False nor empty, so their defaults must be one of these.
+    """
     for option in options:
         if getattr(args, option.lstrip("-").replace("-", "_")) not in (None, False, [], ()):
             raise InputError(f"{option} has no effect: {why}")

@@ -1,4 +1,6 @@
-"""Progress on stderr: a live line on a terminal, a line every few seconds in a file, silence with --quiet."""
+"""Progress on stderr: a live line on a terminal, a line every few seconds in a file, silence with
+--quiet.
+"""
 
 import sys
 import threading
@@ -15,8 +17,9 @@ TICK_SECONDS = 1.0
 
 
 class Progress:
-    """Context manager whose ``report(stage, done, total, detail)`` shows where work is, also while a stage is silent:
-    one call into a library can take a minute."""
+    """Context manager whose ``report(stage, done, total, detail)`` shows where work is, also while
+    a stage is silent: one call into a library can take a minute.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
@@ -45,13 +48,19 @@ class Progress:
             self._status.stop()
 
     def report(self, stage: str, done: int, total: int, detail: str = "") -> None:
-        """Show that ``done`` of ``total`` parts of a stage are finished; see ``ssdevice.progress.Report``."""
+        """Show that ``done`` of ``total`` parts of a stage are finished; see
+        ``ssdevice.progress.Report``.
+        """
         now = time.monotonic()
         if stage != self._stage:
-            self._began, self._first = now, done
+            self._began = now
+            self._first = done
         if (stage, done, total) != (self._stage, self._done, self._total):
             self._moved = now
-        self._stage, self._done, self._total, self._detail = stage, done, total, detail
+        self._stage = stage
+        self._done = done
+        self._total = total
+        self._detail = detail
         self._show()
 
     def _tick(self) -> None:
@@ -71,14 +80,19 @@ class Progress:
             print(self.line(), file=sys.stderr, flush=True)
 
     def left(self) -> float | None:
-        """Seconds at the pace so far, None before the first part is done; below 0 if a part takes longer than that."""
+        """Seconds at the pace so far, None before the first part is done; below 0 if a part takes
+        longer than that.
+        """
         share = (self._done - self._first) / max(1, self._total - self._first)
         since = time.monotonic() - self._moved
         return (self._moved - self._began) / share * (1 - share) - since if share > 0 else None
 
     def line(self) -> str:
-        """``export 37/100, 52 s so far, about 80 s left: write the graphs, step_plain``; never 0 s left."""
-        left, times = self.left(), [f"{duration(time.monotonic() - self._began)} so far"]
+        """``export 37/100, 52 s so far, about 80 s left: write the graphs, step_plain``; never 0 s
+        left.
+        """
+        left = self.left()
+        times = [f"{duration(time.monotonic() - self._began)} so far"]
         if left is not None and self._done < self._total:
             times.append(f"about {duration(left)} left" if left >= 0.5 else "longer than expected")
         where = ", ".join([f"{self._stage} {self._done}/{self._total}", *times])

@@ -31,13 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_bundle(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads it from standard input")
-    source.add_argument("--data", type=Path, metavar="FILE", help="JSON Lines of prompts, answered one by one")
-    source.add_argument("--messages", type=Path, metavar="FILE", help="JSON list of the messages of a conversation")
+    source.add_argument(
+        "--prompt", metavar="TEXT", help="the prompt; - reads it from standard input"
+    )
+    source.add_argument(
+        "--data", type=Path, metavar="FILE", help="JSON Lines of prompts, answered one by one"
+    )
+    source.add_argument(
+        "--messages", type=Path, metavar="FILE", help="JSON list of the messages of a conversation"
+    )
     add("--system", metavar="TEXT", help="system message before the prompt or the messages")
     add("--limit", type=positive, metavar="N", help="the first N prompts of --data")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--trace", action="store_true", help="show what every step accepted and rejected")
+    form.add_argument(
+        "--trace", action="store_true", help="show what every step accepted and rejected"
+    )
     form.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_answers(parser, 256)
 
@@ -45,22 +53,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer every prompt on standard output, with statistics on standard error."""
     if args.system is not None and args.data is not None:
-        raise InputError("--system goes with --prompt and --messages; a data file names its own system messages")
+        raise InputError(
+            "--system goes with --prompt and --messages; a data file names its own system messages"
+        )
     if args.data is None:
         refuse_ignored(args, "it goes with --data", "--limit")
     if not args.json:
         refuse_ignored(args, "it goes with --json", "--logprobs")
     sampling_of(args)
     messages = None if args.messages is None else checked(read_json(args.messages))
-    examples = _examples(args) if messages is None else [Example(messages[-1]["content"], system=args.system)]
+    examples = (
+        _examples(args)
+        if messages is None
+        else [Example(messages[-1]["content"], system=args.system)]
+    )
     with open_session(args) as session:
-        sampling, template = sampling_of(args, session.bundle), dict(args.template_arg)
+        sampling = sampling_of(args, session.bundle)
+        template = dict(args.template_arg)
         mode = session.mode(speculate=not args.no_speculate)
         for number, example in enumerate(examples, 1):
             prompt = example.prompt if messages is None else None
             try:
-                ids = session.prompt_ids(prompt, messages=messages, system=example.system, template=template)
-                runs = session.runs(ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling)
+                ids = session.prompt_ids(
+                    prompt, messages=messages, system=example.system, template=template
+                )
+                runs = session.runs(
+                    ids, max_tokens=args.max_tokens, stop=args.stop, mode=mode, sampling=sampling
+                )
                 _answer(args, session, example.prompt, runs)
             except InputError as error:
                 if args.data is None:
@@ -88,7 +107,10 @@ def _answer(args: argparse.Namespace, session: Session, shown: str, runs: Iterat
 
 
 def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
-    """The ``--json`` form of an answer. ``seconds``: prefill and decoding; ``accepted``: tokens of each step."""
+    """The ``--json`` form of an answer.
+
+    ``seconds``: prefill and decoding; ``accepted``: tokens of each step.
+    """
     return {
         "prompt": prompt,
         "text": answer.text,
@@ -107,7 +129,10 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
 
 def summary(answer: Generation) -> str:
     """The statistics of an answer in one line."""
-    parts = [count(len(answer.tokens), "token"), f"first after {answer.prefill_seconds * 1e3:.0f} ms"]
+    parts = [
+        count(len(answer.tokens), "token"),
+        f"first after {answer.prefill_seconds * 1e3:.0f} ms",
+    ]
     if answer.steps:
         parts += [count(answer.steps, "step"), f"{answer.tokens_per_step:.2f} tokens per step"]
         parts += [f"{answer.tokens_per_second:.1f} tokens/s"]
@@ -129,16 +154,23 @@ def _stdin() -> str:
     return utf8(sys.stdin.buffer.read(), "standard input").removesuffix("\n").removesuffix("\r")
 
 
-ACCEPTED, REJECTED, ISSUED, MARGIN = "green", "red", "bold", "dim"
+ACCEPTED = "green"
+REJECTED = "red"
+ISSUED = "bold"
+MARGIN = "dim"
 ALTERNATIVES = "|"
 
 
 class Trace:
-    """Prints the steps of an answer, one line each (after figure 11 of 2402.11131). Accepted drafts are green, the
-    model's own tokens bold, rejected drafts red, or in brackets without colours."""
+    """Prints the steps of an answer, one line each (after figure 11 of 2402.11131).
+
+    Accepted drafts are green, the model's own tokens bold, rejected drafts red, or in brackets
+    without colours.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, tree: Tree) -> None:
-        self._tokenizer, self._tree = tokenizer, tree
+        self._tokenizer = tokenizer
+        self._tree = tree
         self._console = Console(soft_wrap=True, highlight=False)
         self._steps = 0
 
@@ -150,18 +182,27 @@ class Trace:
 
     def line(self, run: Run) -> Text:
         """The line of the next step: its number, how many tokens it emitted, and the tokens."""
-        line = Text(f"{self._steps:>4}  +{len(run.tokens):<2} " if self._steps else "prefill   ", style=MARGIN)
+        line = Text(
+            f"{self._steps:>4}  +{len(run.tokens):<2} " if self._steps else "prefill   ",
+            style=MARGIN,
+        )
         drafts = run.drafts.tolist() if run.drafts is not None else []
         tree = self._tree.levels(len(drafts))  # a short step has fewer
         path = accepted_path(tree, drafts, run.tokens)
         for i, token in enumerate(run.tokens):
             line.append(self._text(token), style=ACCEPTED if i < len(path) else ISSUED)
-        beyond = [node for node in tree.paths if len(node) > len(path) and node[: len(path)] == path]
+        beyond = [
+            node for node in tree.paths if len(node) > len(path) and node[: len(path)] == path
+        ]
         for depth in sorted({len(node) for node in beyond}):
-            rejected = dict.fromkeys(drafts[depth - 1][node[-1]] for node in beyond if len(node) == depth)
+            rejected = dict.fromkeys(
+                drafts[depth - 1][node[-1]] for node in beyond if len(node) == depth
+            )
             text = ALTERNATIVES.join(map(self._text, rejected))
             line.append(" ")
-            line.append(text if self._console.color_system is not None else f"[{text}]", style=REJECTED)
+            line.append(
+                text if self._console.color_system is not None else f"[{text}]", style=REJECTED
+            )
         return line
 
     def _text(self, token: int) -> str:

@@ -18,24 +18,44 @@ HELP = {
     "temperature": (float, "0 chooses the likeliest token; above, tokens are sampled"),
     "top_k": (int, "sample among the N likeliest tokens"),
     "top_p": (float, "sample among the likeliest tokens that have this probability together"),
-    "min_p": (float, "sample among tokens of at least this part of the likeliest one's probability"),
-    "typical_p": (float, "sample among the most typical tokens that have this probability together"),
-    "repetition_penalty": (float, "divide the logits of tokens that occurred (negative ones: multiply)"),
+    "min_p": (
+        float,
+        "sample among tokens of at least this part of the likeliest one's probability",
+    ),
+    "typical_p": (
+        float,
+        "sample among the most typical tokens that have this probability together",
+    ),
+    "repetition_penalty": (
+        float,
+        "divide the logits of tokens that occurred (negative ones: multiply)",
+    ),
     "presence_penalty": (float, "subtract this from the logits of tokens that the answer has"),
     "frequency_penalty": (float, "subtract this as often as the answer has a token"),
     "no_repeat_ngram_size": (int, "no N tokens in a row occur twice"),
     "min_new_tokens": (int, "no answer is shorter"),
     "min_length": (int, "prompt and answer together are not shorter"),
     "seed": (int, "the same seed gives the same answer, in every mode (default 0)"),
-    "typical_acceptance": (float, "INEXACT, changes the text: accept drafts by Medusa's threshold, such as 0.09"),
+    "typical_acceptance": (
+        float,
+        "INEXACT, changes the text: accept drafts by Medusa's threshold, such as 0.09",
+    ),
     "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
 }
 
 STRUCTURES: dict[str, tuple[str, str, Callable[[Any], Structure]]] = {
     "json_schema": ("FILE", "answer in JSON that fits this JSON schema", Structure.json_schema),
     "json_object": ("", "answer with a JSON object", lambda _: Structure.json_object()),
-    "regex": ("RE", "answer with text that this regular expression matches as a whole", Structure.regex),
-    "grammar": ("FILE", "answer in the language of this Lark grammar, such as FILE.lark", Structure.lark),
+    "regex": (
+        "RE",
+        "answer with text that this regular expression matches as a whole",
+        Structure.regex,
+    ),
+    "grammar": (
+        "FILE",
+        "answer in the language of this Lark grammar, such as FILE.lark",
+        Structure.lark,
+    ),
 }
 MAX_STRUCTURE_BYTES = 4 << 20
 
@@ -44,10 +64,33 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
     """Declare what answers need; they end after ``most`` tokens by default."""
     add = parser.add_argument
     what = "argument of the chat template, such as enable_thinking=false; may be repeated"
-    add("--template-arg", type=_named_json, action="append", default=[], metavar="NAME=JSON", help=what)
-    add("--max-tokens", type=positive, default=most, metavar="N", help=f"end an answer here (default {most})")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; may be repeated")
-    add("--no-speculate", action="store_true", help="plain decoding: the same answers, token by token")
+    add(
+        "--template-arg",
+        type=_named_json,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help=what,
+    )
+    add(
+        "--max-tokens",
+        type=positive,
+        default=most,
+        metavar="N",
+        help=f"end an answer here (default {most})",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end an answer before this text; may be repeated",
+    )
+    add(
+        "--no-speculate",
+        action="store_true",
+        help="plain decoding: the same answers, token by token",
+    )
     add_sampling(parser)
     add_verify_at(parser)
     add_engine(parser)
@@ -64,33 +107,52 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--sample", action="store_true", help="sample as the model recommends")
     for name, (kind, text) in HELP.items():
         add(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
-    add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit")
+    add(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="add X to a token's logit",
+    )
     form = group.add_mutually_exclusive_group()
     for name, (what, text, _) in STRUCTURES.items():
         if not what:
             form.add_argument(flag(name), action="store_true", help=text)
         else:
-            form.add_argument(flag(name), type=Path if what == "FILE" else str, metavar=what, help=text)
+            form.add_argument(
+                flag(name), type=Path if what == "FILE" else str, metavar=what, help=text
+            )
 
 
 def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampling | None:
-    """The sampling that was asked for; None for greedy decoding. Without a ``bundle`` it only checks the options.
-    Raises InputError for a value out of range, and for options that would have no effect."""
+    """The sampling that was asked for; None for greedy decoding.
+
+    Without a ``bundle`` it only checks the options. Raises InputError for a value out of range, and
+    for options that would have no effect.
+    """
     given: dict[str, Any] = {each.name: getattr(args, each.name, None) for each in fields(Sampling)}
     given |= {"logit_bias": dict(args.logit_bias), "structure": _structure_of(args)}
     asked = {name: value for name, value in given.items() if value not in (None, {})}
     if getattr(args, "verify_at", None) and (asked or args.sample):
-        raise InputError("--verify-at: the server's greedy tokens are verified; leave out how tokens are chosen")
+        raise InputError(
+            "--verify-at: the server's greedy tokens are verified; leave out how tokens are chosen"
+        )
     model = bundle.manifest.sampling if bundle is not None else None
     if getattr(args, "no_speculate", False):
         refuse_ignored(args, "--no-speculate accepts no drafts", flag("typical_acceptance"))
     if args.temperature == 0:
-        refuse_ignored(args, "--temperature 0 chooses the likeliest token", "--sample", *map(flag, DRAWING[1:]))
+        refuse_ignored(
+            args, "--temperature 0 chooses the likeliest token", "--sample", *map(flag, DRAWING[1:])
+        )
     elif args.sample or Sampling.draws(asked):
         return Sampling.sampled(model, **asked)
     elif not asked and model is not None and not args.quiet:
         named = ", ".join(f"{name}={value}" for name, value in model.named().items())
-        print(f"ssdevice: the model recommends sampling ({named[:200]}); --sample does so", file=sys.stderr)
+        print(
+            f"ssdevice: the model recommends sampling ({named[:200]}); --sample does so",
+            file=sys.stderr,
+        )
     return Sampling(**asked) if asked else None
 
 
@@ -130,4 +192,6 @@ def _named_json(text: str) -> tuple[str, Any]:
     try:
         return name, strict_json.parse(value, name)
     except InputError:
-        raise argparse.ArgumentTypeError(f"{text!r}: not JSON; write a text as {name}='\"text\"'") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: not JSON; write a text as {name}='\"text\"'"
+        ) from None

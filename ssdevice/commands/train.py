@@ -11,7 +11,13 @@ from typing import Any
 from ssdevice.adapters.settings import AdapterFolder
 from ssdevice.bundle.manifest import NAME
 from ssdevice.bundle.staging import check_writable, disk_errors
-from ssdevice.commands.opening import add_threads, positive, prepare_frameworks, refuse_ignored, whole
+from ssdevice.commands.opening import (
+    add_threads,
+    positive,
+    prepare_frameworks,
+    refuse_ignored,
+    whole,
+)
 from ssdevice.commands.progress import Progress
 from ssdevice.config import STREAM_TERMS, Mode, StreamConfig, StreamMLP, load_strict, to_json
 from ssdevice.errors import InputError, needs_extra
@@ -19,73 +25,193 @@ from ssdevice.rules import check_rule
 from ssdevice.train.options import FIXED, UNFINISHED, Objective, Recipe, TrainOptions
 
 OF_STREAMS = (
-    "--recipe", "--gamma", "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--adapter-rank",
-    "--stream-mlp", "--draft-layers", "--draft-vocabulary", "--alpha-stream", "--by-reach", "--soft-labels",
+    "--recipe",
+    "--gamma",
+    "--msa-layers",
+    "--init-rank",
+    "--token-rank",
+    "--follow-rank",
+    "--adapter-rank",
+    "--stream-mlp",
+    "--draft-layers",
+    "--draft-vocabulary",
+    "--alpha-stream",
+    "--by-reach",
+    "--soft-labels",
     "--segment",
-)  # fmt: skip
+)
 TOKEN_RANK = 256
-"""Default of ``--token-rank`` for new streams: they draft before they are trained (docs/training.md)."""
+"""Default of ``--token-rank`` for new streams: they draft before they are trained
+(docs/training.md).
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face folder or hub id of the base")
-    add("--data", nargs="+", type=Path, default=[], metavar="FILE", help="JSON Lines of prompt/completion (.gz too)")
+    add(
+        "--data",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="JSON Lines of prompt/completion (.gz too)",
+    )
     add("--app", required=True, metavar="NAME", help="name of the app")
     add("--out", required=True, type=Path, metavar="ADAPTER", help="adapter folder to write")
     add("--mode", choices=[m.value for m in Mode], help="shared (default) or lossless")
-    add("--instruction", default="", help="line put before every prompt of this app; stored with the adapter")
-    add("--dev", type=Path, metavar="FILE", help="held-out data, for tokens per step on its first 100 prompts")
-    add("--init", type=Path, metavar="ADAPTER", help="continue from this adapter: ours, or PEFT's LoRA without streams")
-    add("--freeze-lora", action="store_true",
-        help="shared mode with --init: train only what streams have of their own; answers stay the same")  # fmt: skip
+    add(
+        "--instruction",
+        default="",
+        help="line put before every prompt of this app; stored with the adapter",
+    )
+    add(
+        "--dev",
+        type=Path,
+        metavar="FILE",
+        help="held-out data, for tokens per step on its first 100 prompts",
+    )
+    add(
+        "--init",
+        type=Path,
+        metavar="ADAPTER",
+        help="continue from this adapter: ours, or PEFT's LoRA without streams",
+    )
+    add(
+        "--freeze-lora",
+        action="store_true",
+        help="shared mode with --init: train only what streams have of their own; answers stay the same",
+    )
     add("--limit", type=positive, metavar="N", help="use only the first N rows")
     add = parser.add_argument_group("self-distillation").add_argument
-    add("--self-distill", action="store_true", help="train on the model's own greedy completions of the data's prompts")
-    add("--self-prompt", type=positive, metavar="N",
-        help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl")  # fmt: skip
-    add("--answer-tokens", type=positive, metavar="N",
-        help="longest generated answer (default: that of the longest completion; 192 without data)")  # fmt: skip
-    stream = parser.add_argument_group("streams", "Defaults; with --init those of the adapter, if it has streams.")
+    add(
+        "--self-distill",
+        action="store_true",
+        help="train on the model's own greedy completions of the data's prompts",
+    )
+    add(
+        "--self-prompt",
+        type=positive,
+        metavar="N",
+        help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl",
+    )
+    add(
+        "--answer-tokens",
+        type=positive,
+        metavar="N",
+        help="longest generated answer (default: that of the longest completion; 192 without data)",
+    )
+    stream = parser.add_argument_group(
+        "streams", "Defaults; with --init those of the adapter, if it has streams."
+    )
     add = stream.add_argument
     add("--gamma", type=int, help="γ, number of streams (default 4)")
-    add("--msa-layers", type=int, metavar="N_s", help="top layers with streams (default 4); 0: heads instead")
+    add(
+        "--msa-layers",
+        type=int,
+        metavar="N_s",
+        help="top layers with streams (default 4); 0: heads instead",
+    )
     add("--init-rank", type=int, help="rank of f in eq. 3 (default 0: the identity)")
-    add("--token-rank", type=int, metavar="RANK",
+    add(
+        "--token-rank",
+        type=int,
+        metavar="RANK",
         help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK}; 0, the "
-             "paper's: no)")  # fmt: skip
-    add("--follow-rank", type=int, metavar="RANK",
-        help="a draft also sees the one before it, by a term of this rank (default 0, the paper's: no)")  # fmt: skip
+        "paper's: no)",
+    )
+    add(
+        "--follow-rank",
+        type=int,
+        metavar="RANK",
+        help="a draft also sees the one before it, by a term of this rank (default 0, the paper's: no)",
+    )
     add("--lora-rank", type=int, help="LoRA rank in shared mode (default 32)")
     add("--adapter-rank", type=int, help="stream adapter rank in lossless mode (default 8)")
-    add("--stream-mlp", choices=[m.value for m in StreamMLP],
-        help="MLP of stream rows in lossless mode (default base+adapter)")  # fmt: skip
-    add("--draft-layers", type=int, metavar="N",
+    add(
+        "--stream-mlp",
+        choices=[m.value for m in StreamMLP],
+        help="MLP of stream rows in lossless mode (default base+adapter)",
+    )
+    add(
+        "--draft-layers",
+        type=int,
+        metavar="N",
         help="N layers of its own that draft one token after the other, in lossless mode, instead of streams in the "
-             "top layers (default 0)")  # fmt: skip
-    add("--draft-vocabulary", type=int, metavar="N",
-        help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)")  # fmt: skip
+        "top layers (default 0)",
+    )
+    add(
+        "--draft-vocabulary",
+        type=int,
+        metavar="N",
+        help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)",
+    )
     add = parser.add_argument_group("recipe").add_argument
-    add("--recipe", choices=[r.value for r in Recipe],
-        help="ours (default); paper: the successor's lossless streams and loss; paper-v1: 2402.11131's")  # fmt: skip
-    add("--objective", choices=["streaming", "next-token"], default="streaming",
-        help="streaming (default), or next-token LoRA as a baseline")  # fmt: skip
+    add(
+        "--recipe",
+        choices=[r.value for r in Recipe],
+        help="ours (default); paper: the successor's lossless streams and loss; paper-v1: 2402.11131's",
+    )
+    add(
+        "--objective",
+        choices=["streaming", "next-token"],
+        default="streaming",
+        help="streaming (default), or next-token LoRA as a baseline",
+    )
     add("--steps", type=positive, help="optimizer steps (default: five passes over the data)")
-    add("--batch-size", type=positive, default=32, help="rows per step in each process (default 32)")
-    add("--lr", type=float, default=5e-4, help="peak learning rate of AdamW, falling linearly (default 5e-4)")
-    add("--alpha-stream", type=float, metavar="αj", help="weight of a stream's loss (default 0.1; 1 if answers stay)")
-    add("--by-reach", action=argparse.BooleanOptionalAction,
+    add(
+        "--batch-size", type=positive, default=32, help="rows per step in each process (default 32)"
+    )
+    add(
+        "--lr",
+        type=float,
+        default=5e-4,
+        help="peak learning rate of AdamW, falling linearly (default 5e-4)",
+    )
+    add(
+        "--alpha-stream",
+        type=float,
+        metavar="αj",
+        help="weight of a stream's loss (default 0.1; 1 if answers stay)",
+    )
+    add(
+        "--by-reach",
+        action=argparse.BooleanOptionalAction,
         help="a guess counts by how likely the streams before it are right (default if answers stay, as in lossless "
-             "mode and with --freeze-lora; else all count alike)")  # fmt: skip
-    add("--soft-labels", type=float, metavar="SHARE",
+        "mode and with --freeze-lora; else all count alike)",
+    )
+    add(
+        "--soft-labels",
+        type=float,
+        metavar="SHARE",
         help="share of a stream's loss that learns the model's own probabilities, not the next token "
-             "(default 0)")  # fmt: skip
-    add("--max-length", type=whole(2), default=512, metavar="TOKENS", help="longer rows are left out (default 512)")
-    add("--segment", type=positive, metavar="TOKENS",
-        help="streams of so many tokens per row of a batch run in one pass (default 64)")  # fmt: skip
-    add("--precision", choices=["auto", "bf16", "fp32"], default="auto",
-        help="of matrix products; auto (default): bf16 if the hardware has it")  # fmt: skip
-    add("--base-precision", choices=["bf16", "fp32"], default="fp32", help="of the frozen base in memory")
+        "(default 0)",
+    )
+    add(
+        "--max-length",
+        type=whole(2),
+        default=512,
+        metavar="TOKENS",
+        help="longer rows are left out (default 512)",
+    )
+    add(
+        "--segment",
+        type=positive,
+        metavar="TOKENS",
+        help="streams of so many tokens per row of a batch run in one pass (default 64)",
+    )
+    add(
+        "--precision",
+        choices=["auto", "bf16", "fp32"],
+        default="auto",
+        help="of matrix products; auto (default): bf16 if the hardware has it",
+    )
+    add(
+        "--base-precision",
+        choices=["bf16", "fp32"],
+        default="fp32",
+        help="of the frozen base in memory",
+    )
     add("--seed", type=whole(0, (1 << 63) - 1), default=0)
     add_threads(parser)
 
@@ -105,7 +231,9 @@ def run(args: argparse.Namespace) -> int:
             setattr(args, name, value)
     options = _options(args)
     _check_effect(args, options)
-    worker = int(os.environ.get("RANK", "0")) > 0  # torchrun starts several processes, and only the first prints
+    worker = (
+        int(os.environ.get("RANK", "0")) > 0
+    )  # torchrun starts several processes, and only the first prints
     prepare_frameworks(args.threads)
     try:
         with disk_errors(args.out), Progress(args.quiet or worker) as progress:
@@ -126,20 +254,35 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> TrainOptions:
     names = (each.name for each in fields(TrainOptions))
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-    made = {"data": tuple(args.data), "streams": _streams(args), "objective": Objective(args.objective)}
+    given: dict[str, Any] = {
+        name: value for name in names if (value := getattr(args, name, None)) is not None
+    }
+    made = {
+        "data": tuple(args.data),
+        "streams": _streams(args),
+        "objective": Objective(args.objective),
+    }
     made["recipe"] = Recipe(args.recipe or Recipe.OURS)
     return TrainOptions(**given | made)
 
 
 def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
-    lossless, layers = options.streams.mode is Mode.LOSSLESS, options.streams.msa_layers
+    lossless = options.streams.mode is Mode.LOSSLESS
+    layers = options.streams.msa_layers
     writes = options.self_distill or options.self_prompt is not None
     for ignored, why, names in (
-        (options.objective is Objective.NEXT_TOKEN, "next-token training has no streams", OF_STREAMS),
+        (
+            options.objective is Objective.NEXT_TOKEN,
+            "next-token training has no streams",
+            OF_STREAMS,
+        ),
         (lossless, "in lossless mode main rows have no LoRA of this training", ("--lora-rank",)),
         (not lossless and layers, "streams have adapters in lossless mode", ("--adapter-rank",)),
-        (not lossless or not layers, "MSA layers have adapters in lossless mode", ("--stream-mlp",)),
+        (
+            not lossless or not layers,
+            "MSA layers have adapters in lossless mode",
+            ("--stream-mlp",),
+        ),
         (options.self_prompt is not None, "there are no rows of --data", ("--limit",)),
         (not writes, "it goes with --self-distill or --self-prompt", ("--answer-tokens",)),
     ):
@@ -148,7 +291,9 @@ def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
 
 
 def _streams(args: argparse.Namespace) -> StreamConfig:
-    """The stream options as given; the others are those of ``--init``, if it has streams, or the defaults."""
+    """The stream options as given; the others are those of ``--init``, if it has streams, or the
+    defaults.
+    """
     settings = AdapterFolder.open(args.init).settings if args.init is not None else None
     start = settings.streams if settings is not None else StreamConfig()
     given = {name: getattr(args, name) for name in vars(start) if getattr(args, name) is not None}

@@ -25,33 +25,61 @@ from ssdevice.progress import Report, count
 from ssdevice.runtime.engine import Engine, open_engine
 from ssdevice.runtime.session import Session
 
-LIMIT, MAX_TOKENS = 50, 64
+LIMIT = 50
+MAX_TOKENS = 64
 RUNNING = (
-    "--app", "--data", "--limit", "--max-tokens", "--seeds", "--model", "--against", "--threads", "--no-spinning",
+    "--app",
+    "--data",
+    "--limit",
+    "--max-tokens",
+    "--seeds",
+    "--model",
+    "--against",
+    "--threads",
+    "--no-spinning",
     "--no-kernels",
-)  # fmt: skip
-# Any text will do, because modes are compared with each other. Different lengths vary the chunks and cache sizes.
+)
+# Any text will do, because modes are compared with each other. Different lengths vary the chunks
+# and cache sizes.
 PROMPTS = (
     "Hello",
     "name[The Mill], food[English], price range[cheap], area[riverside]",
     "CREATE TABLE orders (id, customer, city, total)\nHow many orders came from Berlin?",
     "Tell a short story about a lighthouse keeper who finds a letter on the beach.",
     "Count from one to twenty.",
-    "List three reasons to read old books, and then say which of them convinces you most and why. " * 3,
+    "List three reasons to read old books, and then say which of them convinces you most and why. "
+    * 3,
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     opening.add_bundle(parser)
-    add("--data", type=Path, metavar="FILE", help="prompts to compare (default: a few built-in ones)")
-    add("--limit", type=opening.positive, metavar="N", help=f"the first N prompts (default {LIMIT})")
-    add("--max-tokens", type=opening.positive, metavar="N", help=f"per answer (default {MAX_TOKENS})")
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="prompts to compare (default: a few built-in ones)",
+    )
+    add(
+        "--limit", type=opening.positive, metavar="N", help=f"the first N prompts (default {LIMIT})"
+    )
+    add(
+        "--max-tokens",
+        type=opening.positive,
+        metavar="N",
+        help=f"per answer (default {MAX_TOKENS})",
+    )
     what = "sample each prompt with N seeds of every sampler, where the host chooses (default: with one)"
     add("--seeds", type=opening.positive, metavar="N", help=what)
     add("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
     add("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
-    add("--against", type=Path, metavar="BUNDLE", help="another bundle of the same model: also compare plain answers")
+    add(
+        "--against",
+        type=Path,
+        metavar="BUNDLE",
+        help="another bundle of the same model: also compare plain answers",
+    )
     add("--integrity-only", action="store_true", help="check only the files, run nothing")
     add("--json", action="store_true", help="print the result as one JSON object")
     opening.add_engine(parser)
@@ -65,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--adapter is for the comparison with torch: give --model too")
     bundle = opening.open_bundle(args)
     signed = "; signature valid" if args.require_signature is not None else ""
-    said = f"{count(len(bundle.manifest.files), 'file')}, sizes and hashes as in the manifest{signed}"
+    said = (
+        f"{count(len(bundle.manifest.files), 'file')}, sizes and hashes as in the manifest{signed}"
+    )
     found: dict[str, Any] = {"bundle": str(args.bundle), "integrity": said}
     faults: list[str] = []
     if not args.integrity_only:
@@ -79,24 +109,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _comparisons(args: argparse.Namespace, bundle: Bundle, report: Report) -> Iterator[tuple[str, Any, list[str]]]:
-    """Compare all decoding modes, then the plain answers with whatever else was asked for. For each comparison: its key
-    and value in the output, and what breaks the promise."""
-    limit, options = args.limit or LIMIT, opening.engine_options(args)
-    examples = read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
-    folder, other = _reference(args, bundle), _other_bundle(args, bundle)
+def _comparisons(
+    args: argparse.Namespace, bundle: Bundle, report: Report
+) -> Iterator[tuple[str, Any, list[str]]]:
+    """Compare all decoding modes, then the plain answers with whatever else was asked for.
+
+    For each comparison: its key and value in the output, and what breaks the promise.
+    """
+    limit = args.limit or LIMIT
+    options = opening.engine_options(args)
+    examples = (
+        read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
+    )
+    folder = _reference(args, bundle)
+    other = _other_bundle(args, bundle)
 
     def with_logits(bundle: Bundle) -> Engine | None:
         return export_target(bundle.manifest.target).logits_engine(bundle, args.app, options)
 
     with Session.open(bundle, app=args.app, options=options) as session:
-        engine, tokenizer, context = session.engine, session.tokenizer, session.engine.geometry.context
+        engine = session.engine
+        tokenizer = session.tokenizer
+        context = session.engine.geometry.context
         prompts = [session.prompt_ids(prompt)[1 - context :] for prompt in PROMPTS[:limit]]
         if examples:
             _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)
         if VERIFY not in engine.functions:
-            opening.refuse_ignored(args, "this app's host has no choice (export --choose host) or no drafts", "--seeds")
-        shown, precision = with_logits(bundle), bundle.manifest.precision
+            opening.refuse_ignored(
+                args, "this app's host has no choice (export --choose host) or no drafts", "--seeds"
+            )
+        shown = with_logits(bundle)
+        precision = bundle.manifest.precision
         asked = Asked(prompts, tokenizer.stop_ids, args.max_tokens or MAX_TOKENS, precision, report)
         result = compare_modes(engine, shown, asked)
         yield "equality", result.as_json(), result.faults()
@@ -123,21 +166,34 @@ def _reference(args: argparse.Namespace, bundle: Bundle) -> Path | None:
 
 
 def _torch(
-    args: argparse.Namespace, folder: Path, session: Session, prompts: list[list[int]], answers: list[list[int]],
+    args: argparse.Namespace,
+    folder: Path,
+    session: Session,
+    prompts: list[list[int]],
+    answers: list[list[int]],
     report: Report,
-) -> Iterator[tuple[str, Any, list[str]]]:  # fmt: skip
-    """Compare the torch reference with transformers and PEFT, and the plain answers with the reference."""
+) -> Iterator[tuple[str, Any, list[str]]]:
+    """Compare the torch reference with transformers and PEFT, and the plain answers with the
+    reference.
+    """
     from ssdevice.bench.against_torch import agreement
     from ssdevice.export.crosscheck.check import check_model
     from ssdevice.model.loading import load
 
-    bundle, geometry = session.bundle, session.bundle.geometry
+    bundle = session.bundle
+    geometry = session.bundle.geometry
     merged = bundle.app(args.app).kind is AdapterKind.MERGED
     model = cache(lambda: load(folder, args.adapter, geometry.context, merge=merged).model)
     try:
-        notes = check_model(folder, args.adapter, session.tokenizer, geometry.context, bool(geometry.hidden), model)
+        notes = check_model(
+            folder, args.adapter, session.tokenizer, geometry.context, bool(geometry.hidden), model
+        )
         yield "notes", list(notes), []
-        yield "transformers", "prompt ids, logits and first tokens are those of the torch reference", []
+        yield (
+            "transformers",
+            "prompt ids, logits and first tokens are those of the torch reference",
+            [],
+        )
     except ParityError as error:
         yield "notes", [], [str(error)]
     result = agreement(bundle, args.app, model(), prompts, answers, report)
@@ -145,7 +201,10 @@ def _torch(
 
 
 def _other_bundle(args: argparse.Namespace, bundle: Bundle) -> Bundle | None:
-    """The bundle of ``--against``. Raises InputError, before anything runs, if it has another model."""
+    """The bundle of ``--against``.
+
+    Raises InputError, before anything runs, if it has another model.
+    """
     if args.against is None:
         return None
     other = opening.open_bundle(args, args.against)

@@ -1,4 +1,6 @@
-"""``ssdevice web``: the page that runs a bundle in a browser, served on this machine or written for a static host."""
+"""``ssdevice web``: the page that runs a bundle in a browser, served on this machine or written for
+a static host.
+"""
 
 import argparse
 import json
@@ -32,7 +34,12 @@ RUNTIME = (
     "@huggingface/tokenizers/dist/tokenizers.min.mjs",
 )
 """What the page loads of other packages, below MODULES."""
-POLICY = ("default-src 'self'", "script-src 'self' 'wasm-unsafe-eval'", "img-src 'self' data:", "base-uri 'none'")
+POLICY = (
+    "default-src 'self'",
+    "script-src 'self' 'wasm-unsafe-eval'",
+    "img-src 'self' data:",
+    "base-uri 'none'",
+)
 HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",  # with the next: memory that threads share
     "Cross-Origin-Embedder-Policy": "require-corp",
@@ -41,10 +48,16 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 TYPES = {
-    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
-    ".mjs": "text/javascript; charset=utf-8", ".json": "application/json", ".wasm": "application/wasm",
-}  # fmt: skip
-"""Not as the system has them: a browser compiles no other type while it loads it, and runs no other as a module."""
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".wasm": "application/wasm",
+}
+"""Not as the system has them: a browser compiles no other type while it loads it, and runs no other
+as a module.
+"""
 HEADERS_FILE = "_headers"
 """Where several static hosts look for them."""
 Site = Mapping[str, Path]
@@ -55,9 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="folder of an ONNX bundle, INT8 or FP32")
     add_signature(parser)
-    add("--port", type=whole(0, 65535), metavar="N", help=f"port on {LOOPBACK} (default {PORT}; 0: any free one)")
-    add("--out", type=Path, metavar="DIR", help="write the page into a new folder instead of serving it")
-    add("--runtime", type=Path, metavar="DIR", help=f"folder {MODULES} with its packages (default: of `make web`)")
+    add(
+        "--port",
+        type=whole(0, 65535),
+        metavar="N",
+        help=f"port on {LOOPBACK} (default {PORT}; 0: any free one)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write the page into a new folder instead of serving it",
+    )
+    add(
+        "--runtime",
+        type=Path,
+        metavar="DIR",
+        help=f"folder {MODULES} with its packages (default: of `make web`)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,8 +108,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def site(bundle: Bundle, runtime: Path | None = None) -> Site:
-    """The files of the page with a bundle. ``runtime``: a folder ``node_modules``. Raises BundleError for a bundle that
-    no browser runs, InputError if a file of the runtime is missing."""
+    """The files of the page with a bundle.
+
+    ``runtime``: a folder ``node_modules``. Raises BundleError for a bundle that no browser runs,
+    InputError if a file of the runtime is missing.
+    """
     manifest = bundle.manifest
     runtime_target(manifest.target).check_browser(bundle)
     if manifest.chat.frames is None:
@@ -96,7 +127,9 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
             how = f"run `make web` in a checkout, or `npm install {packages}` anywhere and pass --runtime {MODULES}"
             raise InputError(f"{file} is missing: {how}")
         files[f"runtime/{file.name}"] = file
-    return files | {f"bundle/{name}": bundle.folder / name for name in (*manifest.files, MANIFEST_FILE)}
+    return files | {
+        f"bundle/{name}": bundle.folder / name for name in (*manifest.files, MANIFEST_FILE)
+    }
 
 
 def check_empty(out: Path) -> None:
@@ -120,7 +153,9 @@ def write(files: Site, out: Path) -> None:
 
 
 def page(files: Site, headers: Mapping[str, str]) -> "Guard":
-    """The application (ASGI) that answers with these files and ``headers``, and only to pages of this machine."""
+    """The application (ASGI) that answers with these files and ``headers``, and only to pages of
+    this machine.
+    """
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import FileResponse, PlainTextResponse, Response

@@ -1,7 +1,9 @@
-"""What a package holds, without running it: operations, weights by format, states, and known problems.
+"""What a package holds, without running it: operations, weights by format, states, and known
+problems.
 
-Warnings are about devices this machine does not have, and each names its source. A report may concern another chip or
-system than yours, so a warning says what to measure there; it is not a verdict.
+Warnings are about devices this machine does not have, and each names its source. A report may
+concern another chip or system than yours, so a warning says what to measure there; it is not a
+verdict.
 """
 
 from collections import Counter
@@ -17,7 +19,9 @@ PALETTE = "constexpr_lut_to_dense"
 DATA = {BLOCKWISE: "data", PALETTE: "indices"}
 """Operations that decompress weights, and their parameter with the data."""
 
-REPORTS = "reports by users of the Neural Engine (coremltools 9, macOS 15 and 26); CPU and GPU were fine"
+REPORTS = (
+    "reports by users of the Neural Engine (coremltools 9, macOS 15 and 26); CPU and GPU were fine"
+)
 STATES = "github.com/apple/coremltools/issues/2631 (macOS 15, M4); CPU and GPU were fine"
 OFFSETS = "github.com/apple/coreai-torch/issues/6; coremltools' slice_update is compiled by the same compiler"
 SHARED = "github.com/apple/coremltools/issues/2351"
@@ -26,11 +30,19 @@ GUIDE = "coremltools guide, typed execution: the Neural Engine computes in float
 
 
 class Warnings(dict[str, dict[str, Any]]):
-    """Known problems by a short ``code``: the ``first`` in words, their ``count``, the ``functions`` concerned."""
+    """Known problems by a short ``code``: the ``first`` in words, their ``count``, the
+    ``functions`` concerned.
+    """
 
     def add(self, code: str, function: str, subject: str, message: str, source: str) -> None:
         """Enter a problem. ``subject``: the value or weight concerned."""
-        first = {"code": code, "count": 0, "functions": [], "first": f"{subject}: {message}", "source": source}
+        first = {
+            "code": code,
+            "count": 0,
+            "functions": [],
+            "first": f"{subject}: {message}",
+            "source": source,
+        }
         group = self.setdefault(code, first)
         group["count"] += 1
         group["functions"] += [function] if function not in group["functions"] else []
@@ -39,20 +51,26 @@ class Warnings(dict[str, dict[str, Any]]):
 def audit(package: Package) -> dict[str, Any]:
     """A package as plain values. Raises BundleError if a weight cannot be found.
 
-    ``functions``: by name the number of ``operations``, ``kinds`` with their counts, query ``rows`` of the largest
-    attention (for a step its tree and streams), and bytes of the ``weights`` that it reads, which it takes if functions
-    are loaded without sharing. ``weights``: by ``form``, such as "float16" or "int4, blocks of 32", the number of
-    ``tensors`` and ``bytes`` on disk. ``memory``: bytes of all weights, each counted once, of all states, and both
-    together. ``warnings``: see ``Warnings``.
+    ``functions``: by name the number of ``operations``, ``kinds`` with their counts, query ``rows``
+    of the largest attention (for a step its tree and streams), and bytes of the ``weights`` that it
+    reads, which it takes if functions are loaded without sharing. ``weights``: by ``form``, such as
+    "float16" or "int4, blocks of 32", the number of ``tensors`` and ``bytes`` on disk. ``memory``:
+    bytes of all weights, each counted once, of all states, and both together. ``warnings``: see
+    ``Warnings``.
     """
-    functions, warnings = dict[str, Any](), Warnings()
+    functions = dict[str, Any]()
+    warnings = Warnings()
     states: dict[str, TensorType] = {}
     for name, function in package.functions.items():
         kinds = Counter(operation.kind for operation in function.operations)
         states.update((state, kind) for state, kind in function.inputs if kind.state)
         rows = max((_query_rows(operation) for operation in function.operations), default=0)
         counts = {"operations": kinds.total(), "kinds": dict(kinds.most_common())}
-        functions[name] = {**counts, "rows": rows, "weights": sum(package.places(function).values())}
+        functions[name] = {
+            **counts,
+            "rows": rows,
+            "weights": sum(package.places(function).values()),
+        }
         _warn(function, warnings)
     weights = _weights(package)
     stored = sum(group["bytes"] for group in weights)
@@ -78,20 +96,32 @@ def _weights(package: Package) -> list[dict[str, Any]]:
     for function in package.functions.values():
         for operation in function.operations:
             for name in operation.inputs if operation.kind in DATA else ():
-                if (value := function.constant(operation, name)) is not None and isinstance(value.data, BlobRef):
+                if (value := function.constant(operation, name)) is not None and isinstance(
+                    value.data, BlobRef
+                ):
                     forms[value.data] = _form(function, operation)
                     main |= {value.data} if name == DATA[operation.kind] else set()
     for function in package.functions.values():
         for value in function.constants.values():
-            if isinstance(value.data, BlobRef) and value.type.dtype is not None and value.data not in forms:
+            if (
+                isinstance(value.data, BlobRef)
+                and value.type.dtype is not None
+                and value.data not in forms
+            ):
                 forms[value.data] = value.type.dtype.name
                 main.add(value.data)
-    sizes = {place: size for function in package.functions.values() for place, size in package.places(function).items()}
+    sizes = {
+        place: size
+        for function in package.functions.values()
+        for place, size in package.places(function).items()
+    }
     tensors = Counter(forms[place] for place in main)
     stored = Counter[str]()
     for place, form in forms.items():
         stored[form] += sizes[place]
-    return [{"form": form, "tensors": tensors[form], "bytes": stored[form]} for form in sorted(stored)]
+    return [
+        {"form": form, "tensors": tensors[form], "bytes": stored[form]} for form in sorted(stored)
+    ]
 
 
 def _form(function: Function, operation: Operation) -> str:
@@ -105,16 +135,21 @@ def _form(function: Function, operation: Operation) -> str:
 
 def _block(function: Function, operation: Operation) -> int | None:
     """Block size along the input axis, None if a channel has a single scale."""
-    data, scale = function.constant(operation, "data"), function.constant(operation, "scale")
+    data = function.constant(operation, "data")
+    scale = function.constant(operation, "scale")
     if data is None or scale is None:
         return None
     pairs = zip(data.type.shape, scale.type.shape, strict=False)
-    return min((size // scales for size, scales in pairs if scales not in (0, 1, size)), default=None)
+    return min(
+        (size // scales for size, scales in pairs if scales not in (0, 1, size)), default=None
+    )
 
 
 def _warn(function: Function, found: Warnings) -> None:
     """Enter the known problems of a function."""
-    name, wide, blocks = function.name, Counter[str](), Counter[str]()
+    name = function.name
+    wide = Counter[str]()
+    blocks = Counter[str]()
     for kind, dims in ((key, value.shape[-2:]) for key, value in function.inputs if value.state):
         if any(size % STATE_MULTIPLE for size in dims):
             text = f"its last sizes {list(dims)} are not multiples of {STATE_MULTIPLE}; such a state fails to load"
@@ -133,7 +168,11 @@ def _warn(function: Function, found: Warnings) -> None:
             text = "the index that wins a tie is not specified; here it is the lowest"
             found.add("argmax-ties", name, operation.output, text, MIL)
         if operation.kind not in ("cast", *DATA):
-            wide.update(kind.dtype.name for _, kind in operation.outputs if kind.dtype and kind.dtype.name == "float32")
+            wide.update(
+                kind.dtype.name
+                for _, kind in operation.outputs
+                if kind.dtype and kind.dtype.name == "float32"
+            )
     for form, count in blocks.items():
         text = f"{count} weights are {form}, which suits the GPU; the Neural Engine wants one scale per channel"
         found.add("block-scales", name, form, text, REPORTS)
@@ -143,6 +182,10 @@ def _warn(function: Function, found: Warnings) -> None:
 
 
 def _query_rows(operation: Operation) -> int:
-    """Query rows of attention, which are those of a softmax over the last of three or more axes; 0 for others."""
-    shape = operation.outputs[0][1].shape if operation.kind == "softmax" and operation.outputs else ()
+    """Query rows of attention, which are those of a softmax over the last of three or more axes; 0
+    for others.
+    """
+    shape = (
+        operation.outputs[0][1].shape if operation.kind == "softmax" and operation.outputs else ()
+    )
     return shape[-2] if len(shape) >= 3 else 0

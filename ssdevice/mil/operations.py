@@ -1,8 +1,8 @@
-"""The kernels of all operations that exported programs use: NumPy functions of operands, which may be known only at run
-time, and of constant parameters.
+"""The kernels of all operations that exported programs use: NumPy functions of operands, which may
+be known only at run time, and of constant parameters.
 
-Floating-point operands are float32 whatever the program declares, and float64 for kernels that sum. ``Program`` rounds
-the result to the declared type.
+Floating-point operands are float32 whatever the program declares, and float64 for kernels that sum.
+``Program`` rounds the result to the declared type.
 """
 
 import inspect
@@ -16,7 +16,9 @@ import numpy as np
 from ssdevice.errors import SSDeviceError
 from ssdevice.mil.weights import BY_NAME, Array
 
-Tensor: TypeAlias = Any  # what kernels compute with: an array, or NumPy's scalar where the rank is 0
+Tensor: TypeAlias = (
+    Any  # what kernels compute with: an array, or NumPy's scalar where the rank is 0
+)
 Function = Callable[..., Any]
 Constant = Array | str
 
@@ -26,16 +28,19 @@ class UnsupportedOpError(SSDeviceError):
 
 
 class ExecutionError(SSDeviceError):
-    """An operation could not be executed: an index out of range, shapes that do not fit, a missing parameter."""
+    """An operation could not be executed: an index out of range, shapes that do not fit, a missing
+    parameter.
+    """
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One kernel: ``function(*operands, **parameters)``, which never writes into its operands.
 
-    ``exact``: it only moves or compares values, so its output needs no rounding. ``weight``: it decompresses a
-    constant, which keeps its declared type in every precision. ``sums``: it adds values and gets float64 operands, so
-    that the rounded sum does not depend on the order of its terms.
+    ``exact``: it only moves or compares values, so its output needs no rounding. ``weight``: it
+    decompresses a constant, which keeps its declared type in every precision. ``sums``: it adds
+    values and gets float64 operands, so that the rounded sum does not depend on the order of its
+    terms.
     """
 
     function: Function
@@ -50,15 +55,18 @@ KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(kind: str, operands: str, **traits: bool) -> Callable[[Function], Function]:
-    """Register a function for an operation; the constants that it takes are its keyword-only parameters.
+    """Register a function for an operation; the constants that it takes are its keyword-only
+    parameters.
 
-    ``operands``: names in order; ``?`` marks one that may be absent, ``*`` one that takes a tuple. ``traits``: of
-    Kernel.
+    ``operands``: names in order; ``?`` marks one that may be absent, ``*`` one that takes a tuple.
+    ``traits``: of Kernel.
     """
 
     def register(function: Function) -> Function:
         taken = {} if isinstance(function, np.ufunc) else inspect.signature(function).parameters
-        named = frozenset(name for name, one in taken.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)
+        named = frozenset(
+            name for name, one in taken.items() if one.kind is inspect.Parameter.KEYWORD_ONLY
+        )
         KERNELS[kind] = Kernel(function, tuple(operands.split()), named, **traits)
         return function
 
@@ -66,7 +74,9 @@ def kernel(kind: str, operands: str, **traits: bool) -> Callable[[Function], Fun
 
 
 def plain(value: Constant) -> Any:
-    """A constant as kernels take it: a text, a number, a list of integers or truth values, or an array of floats."""
+    """A constant as kernels take it: a text, a number, a list of integers or truth values, or an
+    array of floats.
+    """
     if isinstance(value, str):
         return value
     if value.ndim == 0:
@@ -76,7 +86,12 @@ def plain(value: Constant) -> Any:
 
 # Elementwise: arithmetic, comparisons, activations, casts; and softmax.
 
-for _kind, _name in (("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("real_div", "true_divide")):
+for _kind, _name in (
+    ("add", "add"),
+    ("sub", "subtract"),
+    ("mul", "multiply"),
+    ("real_div", "true_divide"),
+):
     kernel(_kind, "x y")(getattr(np, _name))
 for _kind in ("maximum", "equal", "greater_equal", "less", "less_equal", "logical_and"):
     kernel(_kind, "x y", exact=True)(getattr(np, _kind))
@@ -123,7 +138,8 @@ def _softmax(x: Tensor, *, axis: int = -1) -> Tensor:
 
 @kernel("cast", "x")
 def _cast(x: Tensor, *, dtype: str) -> Tensor:
-    # Floats are float32 here; every output is rounded to its declared type, which does the narrowing to float16.
+    # Floats are float32 here; every output is rounded to its declared type, which does the
+    # narrowing to float16.
     if (kind := BY_NAME.get({"fp16": "float16", "fp32": "float32"}.get(dtype, dtype))) is None:
         raise ExecutionError(f"type {dtype!r} is not supported")
     return x.astype(kind.held, copy=False)
@@ -132,7 +148,9 @@ def _cast(x: Tensor, *, dtype: str) -> Tensor:
 # Products of matrices.
 
 BLOCK = 1 << 17
-"""Elements of a weight that are widened to float64 at a time: few enough to stay in the processor's cache."""
+"""Elements of a weight that are widened to float64 at a time: few enough to stay in the processor's
+cache.
+"""
 
 
 @kernel("linear", "x", sums=True)
@@ -149,25 +167,40 @@ def _linear(x: Tensor, *, weight: Array, bias: Array | None = None) -> Tensor:
 
 
 @kernel("matmul", "x y", sums=True)
-def _matmul(x: Tensor, y: Tensor, *, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    return np.matmul(x.swapaxes(-1, -2) if transpose_x else x, y.swapaxes(-1, -2) if transpose_y else y)
+def _matmul(
+    x: Tensor, y: Tensor, *, transpose_x: bool = False, transpose_y: bool = False
+) -> Tensor:
+    return np.matmul(
+        x.swapaxes(-1, -2) if transpose_x else x, y.swapaxes(-1, -2) if transpose_y else y
+    )
 
 
 # Reductions and normalization.
 
-kernel("reduce_max", "x", exact=True)(lambda x, *, axes, keep_dims=False: x.max(tuple(axes), keepdims=keep_dims))
-kernel("reduce_mean", "x", sums=True)(lambda x, *, axes, keep_dims=False: x.mean(tuple(axes), keepdims=keep_dims))
+kernel("reduce_max", "x", exact=True)(
+    lambda x, *, axes, keep_dims=False: x.max(tuple(axes), keepdims=keep_dims)
+)
+kernel("reduce_mean", "x", sums=True)(
+    lambda x, *, axes, keep_dims=False: x.mean(tuple(axes), keepdims=keep_dims)
+)
 
 
 @kernel("reduce_argmax", "x", exact=True)
-def _argmax(x: Tensor, *, axis: int = -1, keep_dims: bool = False, output_dtype: str = "int32") -> Tensor:
+def _argmax(
+    x: Tensor, *, axis: int = -1, keep_dims: bool = False, output_dtype: str = "int32"
+) -> Tensor:
     # MIL does not specify ties. Here the lowest index wins, as in NumPy and in the step contract.
     return np.argmax(x, axis=axis, keepdims=keep_dims)
 
 
 @kernel("layer_norm", "x", sums=True)
 def _layer_norm(
-    x: Tensor, *, axes: Sequence[int] = (), gamma: Array | None = None, beta: Array | None = None, epsilon: float = 1e-5
+    x: Tensor,
+    *,
+    axes: Sequence[int] = (),
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    epsilon: float = 1e-5,
 ) -> Tensor:
     over = tuple(sorted(axis % x.ndim for axis in (axes or range(x.ndim))))
     shape = [size if axis in over else 1 for axis, size in enumerate(x.shape)]
@@ -184,7 +217,9 @@ kernel("identity", "x", exact=True)(lambda x: x)
 kernel("reshape", "x", exact=True)(lambda x, *, shape: x.reshape(shape))
 kernel("transpose", "x", exact=True)(lambda x, *, perm: x.transpose(perm))
 kernel("expand_dims", "x", exact=True)(lambda x, *, axes: np.expand_dims(x, tuple(axes)))
-kernel("split", "x", exact=True)(lambda x, *, axis, split_sizes: np.split(x, np.cumsum(split_sizes)[:-1], axis))
+kernel("split", "x", exact=True)(
+    lambda x, *, axis, split_sizes: np.split(x, np.cumsum(split_sizes)[:-1], axis)
+)
 kernel("tile", "x", exact=True)(lambda x, *, reps: np.tile(x, reps))
 kernel("stack", "values*", exact=True)(lambda *values, axis: np.stack(values, axis))
 
@@ -196,8 +231,8 @@ def _concat(*values: Tensor, axis: int, interleave: bool = False) -> Tensor:
     return np.concatenate(values, axis)
 
 
-# Slices and gathers. Core ML leaves the result of an out-of-range index undefined. A program that relies on one is
-# wrong on some device, so it fails here.
+# Slices and gathers. Core ML leaves the result of an out-of-range index undefined. A program that
+# relies on one is wrong on some device, so it fails here.
 
 
 @kernel("slice_by_index", "x", exact=True)
@@ -214,7 +249,13 @@ def _slice_by_index(
     none = [False] * len(begin)
     parts: list[int | slice] = []
     for first, last, step, from_start, to_end, squeeze in zip(
-        begin, end, stride or [1] * len(begin), begin_mask or none, end_mask or none, squeeze_mask or none, strict=True
+        begin,
+        end,
+        stride or [1] * len(begin),
+        begin_mask or none,
+        end_mask or none,
+        squeeze_mask or none,
+        strict=True,
     ):
         start = None if from_start else first
         parts.append((start or 0) if squeeze else slice(start, None if to_end else last, step))
@@ -230,33 +271,45 @@ def _slice_update(x: Tensor, update: Tensor, begin: Tensor, end: Tensor) -> Tens
     out = x.copy()
     target = out[tuple(slice(first, last) for first, last, _ in places)]
     if target.shape != update.shape:
-        raise ExecutionError(f"an update of shape {list(update.shape)} for a slice of {list(target.shape)}")
+        raise ExecutionError(
+            f"an update of shape {list(update.shape)} for a slice of {list(target.shape)}"
+        )
     target[...] = update
     return out
 
 
 @kernel("gather", "x indices", exact=True)
 def _gather(
-    x: Tensor, indices: Tensor, *, axis: int = 0, batch_dims: int = 0, validate_indices: bool = False
+    x: Tensor,
+    indices: Tensor,
+    *,
+    axis: int = 0,
+    batch_dims: int = 0,
+    validate_indices: bool = False,
 ) -> Tensor:
     if batch_dims:
         raise ExecutionError("batch_dims is not supported")
     size = x.shape[axis]
     low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, size - 1)
     if low < 0 or high >= size:  # since iOS 17 negative indices do not count from the end
-        raise ExecutionError(f"index {high if high >= size else low} is out of range for size {size}")
+        raise ExecutionError(
+            f"index {high if high >= size else low} is out of range for size {size}"
+        )
     return np.take(x, indices, axis)
 
 
-# Decompression of weights, in float32 with one rounding to the declared type, in which coremltools computes. The
-# results agree for integer offsets: the difference is exact then, and only the product is rounded.
+# Decompression of weights, in float32 with one rounding to the declared type, in which coremltools
+# computes. The results agree for integer offsets: the difference is exact then, and only the
+# product is rounded.
 
 
 def _spread(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``values``, one per block, repeated along each axis to the sizes of ``shape``."""
     for axis, size in enumerate(shape):
         if size % values.shape[axis]:
-            raise ExecutionError(f"{values.shape[axis]} blocks do not divide axis {axis} of size {size}")
+            raise ExecutionError(
+                f"{values.shape[axis]} blocks do not divide axis {axis} of size {size}"
+            )
         if values.shape[axis] not in (1, size):
             values = np.repeat(values, size // values.shape[axis], axis)
     return values

@@ -3,21 +3,27 @@
 What a run proves depends on the precision:
 
 ``fp16``
-    The output of every operation is rounded once to the type the program declares (float16 for most of an iOS 18
-    program). Inside an operation values are float32 and sums float64, so that a rounded sum does not depend on the
-    order of its terms. This shows what the saved file computes: that conversion, compression, states and integer
-    logic are right and that the range of float16 suffices (an overflow becomes an infinity here too).
+    The output of every operation is rounded once to the type the program declares (float16 for most
+    of an iOS 18
+    program). Inside an operation values are float32 and sums float64, so that a rounded sum does
+    not depend on the
+    order of its terms. This shows what the saved file computes: that conversion, compression,
+    states and integer
+    logic are right and that the range of float16 suffices (an overflow becomes an infinity here
+    too).
 ``fp32``
-    Only the weights are float16: they keep their stored values. Everything else, states included, is float32.
-    Compared with the original model in float32, this shows that the graph is the same function, free of rounding.
+    Only the weights are float16: they keep their stored values. Everything else, states included,
+    is float32.
+    Compared with the original model in float32, this shows that the graph is the same function,
+    free of rounding.
 
-Neither shows what a device's runtime does inside an operation: the order and width of its sums, which operations
-it fuses or splits, how it approximates exp or tanh, and what runs on the Neural Engine. Equal tokens here do not
-promise equal bits there.
+Neither shows what a device's runtime does inside an operation: the order and width of its sums,
+which operations it fuses or splits, how it approximates exp or tanh, and what runs on the Neural
+Engine. Equal tokens here do not promise equal bits there.
 
-A function is compiled to a flat list of steps; values are dropped after their last use. A step calls a kernel on named
-values and stores the results by name. No kernel writes into its operands, so values may share memory. A state is a name
-for a value; writing it gives the name another value.
+A function is compiled to a flat list of steps; values are dropped after their last use. A step
+calls a kernel on named values and stores the results by name. No kernel writes into its operands,
+so values may share memory. A state is a name for a value; writing it gives the name another value.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,7 +33,14 @@ from typing import Any
 import numpy as np
 
 from ssdevice.errors import InputError
-from ssdevice.mil.operations import KERNELS, Constant, ExecutionError, Kernel, UnsupportedOpError, plain
+from ssdevice.mil.operations import (
+    KERNELS,
+    Constant,
+    ExecutionError,
+    Kernel,
+    UnsupportedOpError,
+    plain,
+)
 from ssdevice.mil.reader import Package
 from ssdevice.mil.schema import Function, Operation, TensorType, Value
 from ssdevice.mil.weights import Array
@@ -36,18 +49,31 @@ FP16 = "fp16"
 FP32 = "fp32"
 PRECISIONS = (FP16, FP32)
 
-READ_STATE, WRITE_STATE = "read_state", "write_state"
+READ_STATE = "read_state"
+WRITE_STATE = "write_state"
 SAME = Kernel(lambda value: value, (), frozenset(), exact=True)
-FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, ExecutionError)
+FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+    ExecutionError,
+)
 """What kernels raise for values that do not fit."""
 Observer = Callable[[Operation, tuple[Array, ...]], None]
 State = dict[str, Array]
-"""The states of a program between runs by name, zero at first. Floating-point states are held as float32."""
+"""The states of a program between runs by name, zero at first.
+
+Floating-point states are held as float32.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call: ``kernel`` takes the values ``reads`` and constant ``parameters``, and gives ``writes``.
+    """One call: ``kernel`` takes the values ``reads`` and constant ``parameters``, and gives
+    ``writes``.
 
     ``rounds``: whether float16 results are rounded. ``frees``: names that are dropped afterwards.
     """
@@ -66,7 +92,9 @@ class Step:
             operands = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
         result = self.kernel.function(*operands, **self.parameters)
         results = result if len(self.writes) > 1 else (result,)
-        return [self._typed(value, kind) for value, (_, kind) in zip(results, self.writes, strict=True)]
+        return [
+            self._typed(value, kind) for value, (_, kind) in zip(results, self.writes, strict=True)
+        ]
 
     def _typed(self, value: Any, kind: TensorType) -> Any:
         assert kind.dtype is not None
@@ -77,7 +105,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A compiled function. ``constants``: those that it reads and decompressed weights, floats as float32."""
+    """A compiled function.
+
+    ``constants``: those that it reads and decompressed weights, floats as float32.
+    """
 
     function: Function
     steps: tuple[Step, ...]
@@ -85,12 +116,17 @@ class Plan:
 
 
 class Program:
-    """A package ready to run in one precision ("fp16" or "fp32"). Functions are compiled on first use."""
+    """A package ready to run in one precision ("fp16" or "fp32").
+
+    Functions are compiled on first use.
+    """
 
     def __init__(self, package: Package, precision: str = FP16) -> None:
         if precision not in PRECISIONS:
             raise InputError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}")
-        self.package, self.path, self.precision = package, package.path, precision
+        self.package = package
+        self.path = package.path
+        self.precision = precision
         self._shared: dict[Hashable, Array] = {}
         self._plans: dict[str, Plan] = {}
         self._checked: set[str] = set()
@@ -99,24 +135,38 @@ class Program:
         """The compiled function. Raises UnsupportedOpError for an operation without a kernel."""
         if function not in self._plans:
             with np.errstate(all="ignore"):
-                compiler = _Compiler(self.package.function(function), self.package, self._shared, self.precision)
+                compiler = _Compiler(
+                    self.package.function(function), self.package, self._shared, self.precision
+                )
                 self._plans[function] = compiler.compile()
         return self._plans[function]
 
     def make_state(self, function: str = "") -> State:
-        """Zeroed states of a function, of the first one by default; functions that share them declare the same."""
+        """Zeroed states of a function, of the first one by default; functions that share them
+        declare the same.
+        """
         inputs = self.package.function(function or next(iter(self.package.functions))).inputs
-        return {name: np.zeros(kind.shape, kind.dtype.held) for name, kind in inputs if kind.state and kind.dtype}
+        return {
+            name: np.zeros(kind.shape, kind.dtype.held)
+            for name, kind in inputs
+            if kind.state and kind.dtype
+        }
 
     def run(
-        self, function: str, inputs: Mapping[str, Array], state: State | None = None, observe: Observer | None = None
+        self,
+        function: str,
+        inputs: Mapping[str, Array],
+        state: State | None = None,
+        observe: Observer | None = None,
     ) -> dict[str, Array]:
-        """Outputs of one call by name, in their declared types (float32 for floats in precision "fp32").
+        """Outputs of one call by name, in their declared types (float32 for floats in precision
+        "fp32").
 
-        ``inputs`` and ``state``: all that the function declares, with its shapes. ``state`` is updated in place; after
-        an error its contents are undefined. ``observe`` is called with every operation and its outputs. The first call
-        of a function checks every result against its declared shape and type. Raises ExecutionError, which names
-        function, operation and output.
+        ``inputs`` and ``state``: all that the function declares, with its shapes. ``state`` is
+        updated in place; after an error its contents are undefined. ``observe`` is called with
+        every operation and its outputs. The first call of a function checks every result against
+        its declared shape and type. Raises ExecutionError, which names function, operation and
+        output.
         """
         plan = self.plan(function)
         values: dict[str, Any] = {**plan.constants, **(state or {})}
@@ -136,44 +186,68 @@ class Program:
                     where = f"function {function!r}, {operation.kind} {operation.output!r}"
                     raise ExecutionError(f"{where}: {error}") from error
                 if observe is not None:
-                    observe(operation, tuple(np.asarray(values[name]) for name, _ in operation.outputs))
+                    observe(
+                        operation, tuple(np.asarray(values[name]) for name, _ in operation.outputs)
+                    )
                 for name in step.frees:
                     del values[name]
         self._checked.add(function)
         if state is not None:
             state.update((name, values[name]) for name, kind in plan.function.inputs if kind.state)
-        return {name: self._output(values[name], plan.function.types[name]) for name in plan.function.outputs}
+        return {
+            name: self._output(values[name], plan.function.types[name])
+            for name in plan.function.outputs
+        }
 
     def _input(self, array: Array, kind: TensorType) -> Array:
-        """An input in the form that kernels take. Raises InputError for values that its type does not hold."""
+        """An input in the form that kernels take.
+
+        Raises InputError for values that its type does not hold.
+        """
         assert kind.dtype is not None
         if array.size != kind.count:
-            raise InputError(f"an input has {array.size} values, the program takes {list(kind.shape)}")
+            raise InputError(
+                f"an input has {array.size} values, the program takes {list(kind.shape)}"
+            )
         value = array.astype(kind.dtype.held).reshape(kind.shape)
         if kind.dtype.floating:
-            return round_half(value) if kind.dtype.name == "float16" and self.precision == FP16 else value
+            return (
+                round_half(value)
+                if kind.dtype.name == "float16" and self.precision == FP16
+                else value
+            )
         if not np.array_equal(value.ravel(), array.ravel()):
             raise InputError(f"an input is {array.dtype}, its values do not fit {kind.dtype.name}")
         return value
 
     def _output(self, value: Any, kind: TensorType) -> Array:
         assert kind.dtype is not None
-        return np.array(value, kind.dtype.storage if self.precision == FP16 else kind.dtype.held).reshape(kind.shape)
+        return np.array(
+            value, kind.dtype.storage if self.precision == FP16 else kind.dtype.held
+        ).reshape(kind.shape)
 
 
 class _Compiler:
     """Compiles one function for one precision.
 
-    ``shared``: arrays of all functions by origin: a place in the weight file, contents, or a decompression.
+    ``shared``: arrays of all functions by origin: a place in the weight file, contents, or a
+    decompression.
     """
 
-    def __init__(self, function: Function, package: Package, shared: dict[Hashable, Array], precision: str) -> None:
-        self._function, self._package, self._shared = function, package, shared
+    def __init__(
+        self, function: Function, package: Package, shared: dict[Hashable, Array], precision: str
+    ) -> None:
+        self._function = function
+        self._package = package
+        self._shared = shared
         self._half = precision == FP16
         self._known: dict[str, Array] = {}
 
     def compile(self) -> Plan:
-        """The plan. Raises UnsupportedOpError, which names function and operation, for a missing kernel."""
+        """The plan.
+
+        Raises UnsupportedOpError, which names function and operation, for a missing kernel.
+        """
         steps = []
         for operation in self._function.operations:
             where = f"function {self._function.name!r}, {operation.kind} {operation.output!r}"
@@ -191,13 +265,19 @@ class _Compiler:
         for name in (*(name for step in steps for name in step.reads), *self._function.outputs):
             self._constant(name)
         states = {name for name, kind in self._function.inputs if kind.state}
-        return Plan(self._function, _with_frees(steps, {*states, *self._function.outputs}), self._known)
+        return Plan(
+            self._function, _with_frees(steps, {*states, *self._function.outputs}), self._known
+        )
 
     def _state_step(self, operation: Operation, where: str) -> Step:
         given = [name for key in ("input", "data") for name in operation.inputs.get(key, ())]
-        state = {name: kind for name, kind in self._function.inputs if kind.state and name in given[:1]}
+        state = {
+            name: kind for name, kind in self._function.inputs if kind.state and name in given[:1]
+        }
         if not state or len(given) != (1 if operation.kind == READ_STATE else 2):
-            raise ExecutionError(f"{where}: it takes a state of the function, and one value to write")
+            raise ExecutionError(
+                f"{where}: it takes a state of the function, and one value to write"
+            )
         writes = operation.outputs if operation.kind == READ_STATE else tuple(state.items())
         return Step(operation, SAME, (given[-1],), {}, writes, False)
 
@@ -231,11 +311,15 @@ class _Compiler:
 
         def make() -> Array:
             try:
-                return np.asarray(step.run([_widened(self._package.constant(value)) for value in stored])[0])
+                return np.asarray(
+                    step.run([_widened(self._package.constant(value)) for value in stored])[0]
+                )
             except FAILURES as error:
                 raise ExecutionError(f"{where}: {error}") from error
 
-        self._known[name] = array = self._made((step.operation.kind, kind, *map(_origin, stored)), make)
+        self._known[name] = array = self._made(
+            (step.operation.kind, kind, *map(_origin, stored)), make
+        )
         check_type(array, kind, where)
 
     def _constant(self, name: str) -> Constant | None:
@@ -244,7 +328,9 @@ class _Compiler:
             return self._known.get(name)
         if isinstance(value.data, str):
             return value.data
-        self._known[name] = array = self._made(_origin(value), lambda: self._package.constant(value))
+        self._known[name] = array = self._made(
+            _origin(value), lambda: self._package.constant(value)
+        )
         return array
 
     def _made(self, key: Hashable, make: Callable[[], Array]) -> Array:
@@ -274,9 +360,13 @@ def check_type(value: Any, kind: TensorType, where: str) -> None:
     shape = np.shape(value)
     # A scalar may be declared as a vector of one element, and vice versa.
     if shape != kind.shape and not (np.size(value) == 1 == kind.count):
-        raise ExecutionError(f"{where}: its result has shape {list(shape)}, the program declares {list(kind.shape)}")
+        raise ExecutionError(
+            f"{where}: its result has shape {list(shape)}, the program declares {list(kind.shape)}"
+        )
     if kind.dtype is not None and np.asarray(value).dtype != kind.dtype.held:
-        raise ExecutionError(f"{where}: its result is {np.asarray(value).dtype}, declared {kind.dtype.name}")
+        raise ExecutionError(
+            f"{where}: its result is {np.asarray(value).dtype}, declared {kind.dtype.name}"
+        )
 
 
 def _with_frees(steps: list[Step], kept: set[str]) -> tuple[Step, ...]:

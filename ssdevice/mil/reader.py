@@ -1,4 +1,6 @@
-"""A saved ``.mlpackage``: its manifest, program and weights, all checked before anything is computed."""
+"""A saved ``.mlpackage``: its manifest, program and weights, all checked before anything is
+computed.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -22,8 +24,12 @@ class Package:
     ``functions`` maps names to functions. Weights are memory-mapped; ``constant`` reads one.
     """
 
-    def __init__(self, path: Path, version: int, functions: Mapping[str, Function], folder: Path) -> None:
-        self.path, self.specification_version, self._folder = path, version, folder
+    def __init__(
+        self, path: Path, version: int, functions: Mapping[str, Function], folder: Path
+    ) -> None:
+        self.path = path
+        self.specification_version = version
+        self._folder = folder
         self.functions = dict(functions)
         self._blobs: dict[str, BlobFile] = {}
 
@@ -31,8 +37,9 @@ class Package:
     def open(cls, path: Path | str) -> Self:
         """Read and check the package at ``path``.
 
-        Raises BundleError if a file is missing, a path leaves the package, the program is malformed, or a weight
-        is not at its offset with the type and size that the program declares.
+        Raises BundleError if a file is missing, a path leaves the package, the program is
+        malformed, or a weight is not at its offset with the type and size that the program
+        declares.
         """
         path = Path(path)
         model_file = _root_model(path)
@@ -59,17 +66,23 @@ class Package:
     def function(self, name: str) -> Function:
         """The function called ``name``. Raises BundleError if there is none."""
         if name not in self.functions:
-            raise BundleError(f"{self.path} has no function {name!r}; it has {', '.join(sorted(self.functions))}")
+            raise BundleError(
+                f"{self.path} has no function {name!r}; it has {', '.join(sorted(self.functions))}"
+            )
         return self.functions[name]
 
     def constant(self, value: Value) -> Array:
-        """The array of a tensor constant in its stored type, from the program or from the weight file."""
+        """The array of a tensor constant in its stored type, from the program or from the weight
+        file.
+        """
         if isinstance(value.data, str):
             raise BundleError(f"{self.path}: a string is given where a tensor is needed")
         if not isinstance(value.data, BlobRef):
             return value.data
         assert value.type.dtype is not None
-        return decode(self._stored(value), value.type.dtype, value.type.count).reshape(value.type.shape)
+        return decode(self._stored(value), value.type.dtype, value.type.count).reshape(
+            value.type.shape
+        )
 
     def places(self, function: Function) -> dict[BlobRef, int]:
         """Bytes of the weights that a function reads, by their place in the weight files."""
@@ -87,7 +100,9 @@ class Package:
         name = value.data.file
         if name not in self._blobs:
             if not name.startswith(MODEL_PATH):
-                raise BundleError(f"{self.path}: weight file {name!r} does not begin with {MODEL_PATH}")
+                raise BundleError(
+                    f"{self.path}: weight file {name!r} does not begin with {MODEL_PATH}"
+                )
             self._blobs[name] = BlobFile(_inside(self._folder, name[len(MODEL_PATH) :], self.path))
         return self._blobs[name].data(value.data.offset, value.type.dtype, value.type.count)
 
@@ -102,9 +117,12 @@ def _root_model(path: Path) -> Path:
     if not path.is_dir():
         raise BundleError(f"{path} is not a folder; a Core ML package is a folder with {MANIFEST}")
     content = parse_strict(read_bounded(manifest, MAX_MANIFEST_BYTES), str(manifest))
-    items, root = content.get("itemInfoEntries"), content.get("rootModelIdentifier")
+    items = content.get("itemInfoEntries")
+    root = content.get("rootModelIdentifier")
     if not isinstance(items, dict) or not isinstance(root, str) or root not in items:
-        raise BundleError(f"{manifest}: names no root model (rootModelIdentifier among itemInfoEntries)")
+        raise BundleError(
+            f"{manifest}: names no root model (rootModelIdentifier among itemInfoEntries)"
+        )
     files = {}
     for key, item in items.items():
         if not isinstance(name := item.get("path") if isinstance(item, dict) else None, str):
@@ -116,7 +134,10 @@ def _root_model(path: Path) -> Path:
 
 
 def _inside(folder: Path, name: str, package: Path) -> Path:
-    """``folder/name``. Raises BundleError if it would leave the package, directly or through a link."""
+    """``folder/name``.
+
+    Raises BundleError if it would leave the package, directly or through a link.
+    """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         raise BundleError(f"{package}: the path {name!r} leaves the package")

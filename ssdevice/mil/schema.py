@@ -1,4 +1,6 @@
-"""The contents of a model file as dataclasses: functions, operations, types, constants (Model.proto, MIL.proto)."""
+"""The contents of a model file as dataclasses: functions, operations, types, constants
+(Model.proto, MIL.proto).
+"""
 
 import math
 import sys
@@ -29,7 +31,9 @@ class ModelFileError(ValueError):
 
 @dataclass(frozen=True)
 class BlobRef:
-    """A constant in the weight file: ``file`` as the model spells it, ``offset`` of its metadata in bytes."""
+    """A constant in the weight file: ``file`` as the model spells it, ``offset`` of its metadata in
+    bytes.
+    """
 
     file: str
     offset: int
@@ -80,7 +84,8 @@ class Operation:
 class Function:
     """One function of a program. Every value is defined once, before it is read.
 
-    ``constants`` by name: one that is written into an operation is named ``OUTPUT.PARAMETER.INDEX``.
+    ``constants`` by name: one that is written into an operation is named
+    ``OUTPUT.PARAMETER.INDEX``.
     """
 
     name: str
@@ -92,13 +97,20 @@ class Function:
     @cached_property
     def types(self) -> dict[str, TensorType]:
         """The declared type of every value."""
-        types = {**dict(self.inputs), **{name: value.type for name, value in self.constants.items()}}
-        return types | {name: kind for operation in self.operations for name, kind in operation.outputs}
+        types = {
+            **dict(self.inputs),
+            **{name: value.type for name, value in self.constants.items()},
+        }
+        return types | {
+            name: kind for operation in self.operations for name, kind in operation.outputs
+        }
 
     @cached_property
     def makers(self) -> dict[str, str]:
         """The kind of operation that makes each value that is no input."""
-        made = {name: operation.kind for operation in self.operations for name, _ in operation.outputs}
+        made = {
+            name: operation.kind for operation in self.operations for name, _ in operation.outputs
+        }
         return dict.fromkeys(self.constants, CONST) | made
 
     def constant(self, operation: Operation, parameter: str) -> Value | None:
@@ -163,7 +175,9 @@ def _function(name: str, body: Any) -> Function:
     return Function(name, inputs, tuple(block.outputs), dict(constants), tuple(operations))
 
 
-def _check_names(where: str, given: Iterable[str], operations: Iterable[Operation], returned: Iterable[str]) -> None:
+def _check_names(
+    where: str, given: Iterable[str], operations: Iterable[Operation], returned: Iterable[str]
+) -> None:
     known: set[str] = set()
 
     def define(names: Iterable[str]) -> None:
@@ -174,8 +188,12 @@ def _check_names(where: str, given: Iterable[str], operations: Iterable[Operatio
 
     define(given)
     for operation in operations:
-        if (early := next((name for name in operation.reads if name not in known), None)) is not None:
-            raise ModelFileError(f"{where}: {operation.kind} {operation.output!r} reads {early!r} before it is defined")
+        if (
+            early := next((name for name in operation.reads if name not in known), None)
+        ) is not None:
+            raise ModelFileError(
+                f"{where}: {operation.kind} {operation.output!r} reads {early!r} before it is defined"
+            )
         define(name for name, _ in operation.outputs)
     for name in returned:
         if name not in known:
@@ -183,15 +201,24 @@ def _check_names(where: str, given: Iterable[str], operations: Iterable[Operatio
 
 
 def _inputs(item: Any, constants: list[tuple[str, Value]]) -> dict[str, tuple[str, ...]]:
-    """Parameter -> names of its values. Constants written into the operation are added to ``constants``."""
+    """Parameter -> names of its values.
+
+    Constants written into the operation are added to ``constants``.
+    """
     # Older forms of some operations give their parameters as attributes.
-    given: dict[str, list[Any]] = {key: [value] for key, value in item.attributes.items() if key != "name"}
+    given: dict[str, list[Any]] = {
+        key: [value] for key, value in item.attributes.items() if key != "name"
+    }
     for key, argument in item.inputs.items():
-        given[key] = [each.value if each.HasField("value") else each.name for each in argument.arguments]
+        given[key] = [
+            each.value if each.HasField("value") else each.name for each in argument.arguments
+        ]
     output = item.outputs[0].name if item.outputs else ""
     inputs = {}
     for key, arguments in given.items():
-        named = [(a if isinstance(a, str) else f"{output}.{key}.{i}", a) for i, a in enumerate(arguments)]
+        named = [
+            (a if isinstance(a, str) else f"{output}.{key}.{i}", a) for i, a in enumerate(arguments)
+        ]
         constants += [(name, _value(a)) for name, a in named if not isinstance(a, str)]
         inputs[key] = tuple(name for name, _ in named)
     return inputs
@@ -254,6 +281,8 @@ def _elements(tensor: Any, dtype: DType, count: int) -> Array:
         if len(data) * 8 < count * dtype.bits:
             raise ModelFileError(f"{len(data)} bytes for {count} elements of {dtype.name}")
         if not dtype.packed and len(data) % dtype.storage.itemsize:
-            raise ModelFileError(f"{len(data)} bytes are not a whole number of {dtype.name} elements")
+            raise ModelFileError(
+                f"{len(data)} bytes are not a whole number of {dtype.name} elements"
+            )
         return decode(np.frombuffer(data, np.uint8), dtype, count)
     return np.empty(0, dtype.storage)

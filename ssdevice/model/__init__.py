@@ -1,1 +1,4 @@
-"""The stream-fused model: Hugging Face layers, streams, and the step built from them. Needs torch."""
+"""The stream-fused model: Hugging Face layers, streams, and the step built from them.
+
+Needs torch.
+"""

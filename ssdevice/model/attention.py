@@ -1,8 +1,9 @@
-"""Attention over several separate runs of key/value rows, and the function through which Hugging Face layers call it.
+"""Attention over several separate runs of key/value rows, and the function through which Hugging
+Face layers call it.
 
-Past, tree and stream rows are never concatenated: the scores against each run are computed separately and then joined,
-so the cache is read in place. Keys and values are lists of ``[batch, kv_heads, rows, head_dim]``. A target may attend
-in another way: see ``ssdevice.model.operators``.
+Past, tree and stream rows are never concatenated: the scores against each run are computed
+separately and then joined, so the cache is read in place. Keys and values are lists of ``[batch,
+kv_heads, rows, head_dim]``. A target may attend in another way: see ``ssdevice.model.operators``.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +26,11 @@ Context = Sequence[Sequence[KeyValue]]
 
 @dataclass(frozen=True)
 class Attending:
-    """One layer's attention: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``. ``mask``: additive,
-    ``[B or 1, 1, Q, sum of run lengths]``. ``positions [B or 1, Q]``: of the query rows. ``softcap``: bound of a tanh
-    over the scores."""
+    """One layer's attention: ``query [B, heads, Q, hd]`` over the runs of ``keys`` and ``values``.
+
+    ``mask``: additive, ``[B or 1, 1, Q, sum of run lengths]``. ``positions [B or 1, Q]``: of the
+    query rows. ``softcap``: bound of a tanh over the scores.
+    """
 
     query: Tensor
     keys: Sequence[Tensor]
@@ -43,19 +46,28 @@ Attention = Callable[[Attending], Tensor]
 
 
 class Rows:
-    """The cache object that Hugging Face layers see: it keeps each layer's new rows and puts them after the past ones.
-    ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: of the new rows. After the
-    layers ran, ``new[i]`` has layer i's new keys and values, ``[batch, kv_heads, rows, head_dim]`` each."""
+    """The cache object that Hugging Face layers see: it keeps each layer's new rows and puts them
+    after the past ones.
+
+    ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: of the new
+    rows. After the layers ran, ``new[i]`` has layer i's new keys and values, ``[batch, kv_heads,
+    rows, head_dim]`` each.
+    """
 
     is_compileable = False
 
     def __init__(self, past: Context, positions: Tensor, attention: Attention) -> None:
-        self.past, self.positions, self.attention = past, positions, attention
+        self.past = past
+        self.positions = positions
+        self.attention = attention
         self.new: dict[int, KeyValue] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> "tuple[Runs, list[Tensor]]":
-        """Called by a layer's attention with its new rows, ``[B, kv_heads, rows, head_dim]`` each; ``_attend_rows``
-        receives the result: the runs of keys and of values, the new ones last."""
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object
+    ) -> "tuple[Runs, list[Tensor]]":
+        """Called by a layer's attention with its new rows, ``[B, kv_heads, rows, head_dim]`` each;
+        ``_attend_rows`` receives the result: the runs of keys and of values, the new ones last.
+        """
         self.new[layer] = (keys, values)
         runs = [*self.past[layer], (keys, values)]
         return Runs(self, [run[0] for run in runs]), [run[1] for run in runs]
@@ -70,8 +82,12 @@ class Runs(list[Tensor]):
 
 
 def attend(asked: Attending) -> Tensor:
-    """The default Attention, ``[B, Q, heads, hd]``. Heads of a group share their keys as rows of one matrix product."""
-    weights, values = _weights(asked), asked.values
+    """The default Attention, ``[B, Q, heads, hd]``.
+
+    Heads of a group share their keys as rows of one matrix product.
+    """
+    weights = _weights(asked)
+    values = asked.values
     ends = pairwise(accumulate((value.shape[2] for value in values), initial=0))
     columns = (weights[..., start:end] for start, end in ends) if len(values) > 1 else [weights]
     out = reduce(torch.add, map(torch.matmul, columns, values))
@@ -79,17 +95,23 @@ def attend(asked: Attending) -> Tensor:
 
 
 def attend_once(asked: Attending) -> Tensor:
-    """An Attention, ``[B, Q, heads, hd]``, that concatenates the values, so that the sum over all rows is rounded once.
-    In half precision, separate sums over past and new rows are rounded separately. A drafted row, whose ancestors are
-    new, would then differ from the same row in plain decoding, whose ancestors are past."""
-    weights, values = _weights(asked), asked.values
+    """An Attention, ``[B, Q, heads, hd]``, that concatenates the values, so that the sum over all
+    rows is rounded once.
+
+    In half precision, separate sums over past and new rows are rounded separately. A drafted row,
+    whose ancestors are new, would then differ from the same row in plain decoding, whose ancestors
+    are past.
+    """
+    weights = _weights(asked)
+    values = asked.values
     joined = torch.cat(list(values), dim=2) if len(values) > 1 else values[0]
     return torch.matmul(weights, joined).reshape(asked.query.shape).transpose(1, 2)
 
 
 def _weights(asked: Attending) -> Tensor:
     """Softmax of the scores, ``[B, kv_heads, group * Q, sum of run lengths]``."""
-    keys, softcap = asked.keys, asked.softcap
+    keys = asked.keys
+    softcap = asked.softcap
     batch, heads, rows, dim = asked.query.shape
     kv_heads = keys[0].shape[1]
     groups = heads // kv_heads
@@ -114,8 +136,11 @@ def _attend_rows(
     **_: object,
 ) -> tuple[Tensor, None]:
     """The function that Hugging Face layers call: it runs the ``Attention`` of their ``Rows``."""
-    rows, scale = keys.rows, query.shape[-1] ** -0.5 if scaling is None else scaling
-    return rows.attention(Attending(query, keys, values, attention_mask, rows.positions, scale, softcap)), None
+    rows = keys.rows
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return rows.attention(
+        Attending(query, keys, values, attention_mask, rows.positions, scale, softcap)
+    ), None
 
 
 AttentionInterface.register(NAME, _attend_rows)

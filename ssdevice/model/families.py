@@ -10,7 +10,9 @@ from ssdevice.errors import UnsupportedModelError
 
 
 class Sliding(Enum):
-    """Which layers of a family read ``config.sliding_window``; others ignore it even if the config sets it."""
+    """Which layers of a family read ``config.sliding_window``; others ignore it even if the config
+    sets it.
+    """
 
     NEVER = "never"
     ALWAYS = "always"
@@ -21,10 +23,10 @@ class Sliding(Enum):
 class Family:
     """Attribute paths inside ``*ForCausalLM``, and what its forward does around the layers.
 
-    Names of config values: ``embed_scale`` multiplies the embedding, ``logit_scale`` multiplies and ``logit_divisor``
-    divides the logits, ``logit_softcap`` bounds a tanh over them. ``rotary_by_layer_type``: the rotary module takes the
-    layer type. ``position_embedding``: path of a learned position table, with ``position_offset`` rows before position
-    0.
+    Names of config values: ``embed_scale`` multiplies the embedding, ``logit_scale`` multiplies and
+    ``logit_divisor`` divides the logits, ``logit_softcap`` bounds a tanh over them.
+    ``rotary_by_layer_type``: the rotary module takes the layer type. ``position_embedding``: path
+    of a learned position table, with ``position_offset`` rows before position 0.
     """
 
     decoder: str = "model"
@@ -50,9 +52,20 @@ class Family:
 
 
 _LLAMA_LIKE = (
-    "llama", "arcee", "ernie4_5", "gemma", "glm", "glm4", "helium", "hunyuan_v1_dense", "nemotron", "olmo", "olmo2",
-    "seed_oss", "stablelm",
-)  # fmt: skip
+    "llama",
+    "arcee",
+    "ernie4_5",
+    "gemma",
+    "glm",
+    "glm4",
+    "helium",
+    "hunyuan_v1_dense",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "seed_oss",
+    "stablelm",
+)
 _ALL_LAYERS_SLIDE = ("mistral", "phi3", "starcoder2")
 _SOME_LAYERS_SLIDE = ("exaone4", "ministral", "qwen2", "qwen3", "smollm3")
 FAMILIES: dict[str, Family] = {
@@ -95,7 +108,9 @@ NOT_EXPRESSIBLE: dict[str, str] = {
     "nanochat": "norms without weights around the embedding",
     **dict.fromkeys(_OTHER_LAYOUT, "layers of another layout than llama's"),
 }
-"""Families that need more than a table entry, which the keys of their configs do not show -> what they have."""
+"""Families that need more than a table entry, which the keys of their configs do not show -> what
+they have.
+"""
 
 _SHOWN_BY_KEYS = {
     "expert|moe_": _EXPERTS,
@@ -105,13 +120,21 @@ _SHOWN_BY_KEYS = {
     "is_encoder_decoder|add_cross_attention": "an encoder",
 }
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
-_DENSE = ({"hidden_size"}, {"num_hidden_layers"}, {"num_attention_heads"}, {"rope_theta", "rope_parameters"})
+_DENSE = (
+    {"hidden_size"},
+    {"num_hidden_layers"},
+    {"num_attention_heads"},
+    {"rope_theta", "rope_parameters"},
+)
 """A dense decoder's config has one key of each."""
 
 
 def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Family:
-    """The family of a ``config.model_type``. ``config``: the values in ``config.json``, which show what an unknown
-    family has. Raises UnsupportedModelError, which says what is missing."""
+    """The family of a ``config.model_type``.
+
+    ``config``: the values in ``config.json``, which show what an unknown family has. Raises
+    UnsupportedModelError, which says what is missing.
+    """
     if (family := FAMILIES.get(model_type)) is not None:
         return family
     missing = NOT_EXPRESSIBLE.get(model_type) or " and ".join(_beyond(config or {}))
@@ -119,12 +142,18 @@ def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Famil
     if not missing and all(keys & (config or {}).keys() for keys in _DENSE):
         hint = " yet: a dense decoder like this one may need only an entry in ssdevice/model/families.py"
     supported = ", ".join(sorted(FAMILIES))
-    raise UnsupportedModelError(f"model family {model_type!r} is not supported{hint}; supported: {supported}")
+    raise UnsupportedModelError(
+        f"model family {model_type!r} is not supported{hint}; supported: {supported}"
+    )
 
 
 def _beyond(config: Mapping[str, Any]) -> list[str]:
     """What a config shows that no entry of the table can express."""
     set_keys = [key for key, value in config.items() if value]
-    found = [what for keys, what in _SHOWN_BY_KEYS.items() if any(re.search(keys, key) for key in set_keys)]
+    found = [
+        what
+        for keys, what in _SHOWN_BY_KEYS.items()
+        if any(re.search(keys, key) for key in set_keys)
+    ]
     kinds = {str(kind) for kind in config.get("layer_types") or ()} - _KINDS_OF_LAYERS
     return [*found, *([f"layers of type {', '.join(sorted(kinds))}"] if kinds else [])]

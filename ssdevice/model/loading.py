@@ -13,17 +13,36 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ssdevice.adapters.base_files import INDEX, WHOLE, shards
-from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, Adapter, AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.adapters.settings import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    Adapter,
+    AdapterFolder,
+    AdapterSettings,
+    BaseIdentity,
+)
 from ssdevice.config import StreamConfig
 from ssdevice.contract import Geometry
-from ssdevice.errors import REFUSALS, InputError, UnsupportedModelError, first_line, is_out_of_memory
+from ssdevice.errors import (
+    REFUSALS,
+    InputError,
+    UnsupportedModelError,
+    first_line,
+    is_out_of_memory,
+)
 from ssdevice.model.adapter import load_streams
 from ssdevice.model.backbone import Backbone
 from ssdevice.model.families import family_of
 from ssdevice.model.lora import attach_lora, merge_lora
 from ssdevice.model.mapped import mapped, release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.stored import Stored, check_unquantized, stored_tensors, unread_notes, wrapper_note
+from ssdevice.model.stored import (
+    Stored,
+    check_unquantized,
+    stored_tensors,
+    unread_notes,
+    wrapper_note,
+)
 from ssdevice.model.streams import Streams
 from ssdevice.rules import check_rule
 from ssdevice.text.chat_template import read_object
@@ -51,7 +70,10 @@ def resolve_folder(model: str) -> Path:
     try:
         folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "tokenizer*"]))
         index = folder / INDEX
-        weights = [WHOLE, *(shards(index) if index.is_file() else [])]  # a repository may hold them in other forms too
+        weights = [
+            WHOLE,
+            *(shards(index) if index.is_file() else []),
+        ]  # a repository may hold them in other forms too
         return Path(snapshot_download(model, allow_patterns=weights))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         what = f"no such folder, and the hub does not provide it ({first_line(error)})"
@@ -59,14 +81,22 @@ def resolve_folder(model: str) -> Path:
 
 
 SIZES = {
-    "num_hidden_layers": "layers", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
-    "hidden_size": "hidden", "vocab_size": "vocab",
-}  # fmt: skip
-"""Of a config, and their names in a manifest. The library makes all layers that are asked for, with weights or not."""
+    "num_hidden_layers": "layers",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "hidden_size": "hidden",
+    "vocab_size": "vocab",
+}
+"""Of a config, and their names in a manifest.
+
+The library makes all layers that are asked for, with weights or not.
+"""
 
 
 def read_config(folder: Path) -> Any:
-    """The Hugging Face config in a folder, of a supported family; raises InputError or UnsupportedModelError."""
+    """The Hugging Face config in a folder, of a supported family; raises InputError or
+    UnsupportedModelError.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -81,7 +111,11 @@ def read_config(folder: Path) -> Any:
     if not isinstance(raw.get("model_type"), str):
         raise UnsupportedModelError(f"{file}: has no model_type")
     family_of(raw["model_type"], raw)
-    if wrong := [key for key in raw if key.endswith("_config") and not isinstance(raw[key], (dict, type(None)))]:
+    if wrong := [
+        key
+        for key in raw
+        if key.endswith("_config") and not isinstance(raw[key], (dict, type(None)))
+    ]:
         raise InputError(f"{file}: {wrong[0][:60]!r} is not an object")
     check_unquantized(folder, raw)
     try:
@@ -99,8 +133,11 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Base:
-    """A ``*ForCausalLM`` in eval mode. ``notes``: a sentence for each kind of stored tensors that it does not read.
-    ``parameters``: elements of the tensors that it reads, by stored name."""
+    """A ``*ForCausalLM`` in eval mode.
+
+    ``notes``: a sentence for each kind of stored tensors that it does not read. ``parameters``:
+    elements of the tensors that it reads, by stored name.
+    """
 
     hf: Any
     parameters: Mapping[str, int]
@@ -113,41 +150,70 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | No
 
 
 def load_base(
-    folder: Path, dtype: torch.dtype = torch.float32, scratch: Path | None = None, values: bool = True
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    scratch: Path | None = None,
+    values: bool = True,
 ) -> Base:
-    """The base in a folder. Raises InputError or UnsupportedModelError. ``scratch``: a folder for large float32
-    weights, which are then mapped instead of held in memory. Without ``values`` only the headers of its files are read,
-    and all tensors are on torch's meta device. transformers would fill what the files lack with random numbers and
-    leave out what it does not know, so such a folder is refused, as are weights that are not finite."""
-    config, stored = read_config(folder), stored_tensors(folder)
+    """The base in a folder.
+
+    Raises InputError or UnsupportedModelError. ``scratch``: a folder for large float32 weights,
+    which are then mapped instead of held in memory. Without ``values`` only the headers of its
+    files are read, and all tensors are on torch's meta device. transformers would fill what the
+    files lack with random numbers and leave out what it does not know, so such a folder is refused,
+    as are weights that are not finite.
+    """
+    config = read_config(folder)
+    stored = stored_tensors(folder)
     weights: dict[str, Tensor] | None = None
     if not values:
-        weights = {name: torch.empty(found.shape, dtype=dtype, device="meta") for name, found in stored.items()}
+        weights = {
+            name: torch.empty(found.shape, dtype=dtype, device="meta")
+            for name, found in stored.items()
+        }
     elif scratch is not None:
-        weights = {name: mapped(_finite(folder, name, tensor), scratch) for name, tensor in _tensors(stored)}
+        weights = {
+            name: mapped(_finite(folder, name, tensor), scratch)
+            for name, tensor in _tensors(stored)
+        }
     hf, found = _from_library(folder, config, weights, dtype)
     for name, there, asked in sorted(found["mismatched_keys"]):
-        raise InputError(f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json")
+        raise InputError(
+            f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json"
+        )
     if names := sorted(found["missing_keys"]):
         wrapped = wrapper_note(names, found["unexpected_keys"])
         lacking = f"{names[0]} and {len(names) - 1} more that config.json asks for"
         raise InputError(f"{folder}: the weights lack {lacking}{wrapped}")
     for name in sorted(found["unexpected_keys"]):
         if (layer := LAYER.match(name)) and int(layer[1]) >= config.num_hidden_layers:
-            raise InputError(f"{folder}: the weights have {name}, config.json only {config.num_hidden_layers} layers")
+            raise InputError(
+                f"{folder}: the weights have {name}, config.json only {config.num_hidden_layers} layers"
+            )
     notes = unread_notes(folder, found["unexpected_keys"])
     if weights is None:
         for name, tensor in hf.named_parameters():
             _finite(folder, name, tensor)
-    read = {name: tensor.elements for name, tensor in stored.items() if name not in found["unexpected_keys"]}
+    read = {
+        name: tensor.elements
+        for name, tensor in stored.items()
+        if name not in found["unexpected_keys"]
+    }
     return Base(hf.eval(), read, notes)
 
 
-def _from_library(folder: Path, config: Any, weights: dict[str, Tensor] | None, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_library(
+    folder: Path, config: Any, weights: dict[str, Tensor] | None, dtype: torch.dtype
+) -> tuple[Any, Any]:
     """What transformers makes of a folder or of given ``weights``, and the names that did not fit."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    wanted: Any = {"config": config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    wanted: Any = {
+        "config": config,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
     try:
         if weights is None:
             return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **wanted)  # type: ignore[return-value]
@@ -164,14 +230,25 @@ def _from_library(folder: Path, config: Any, weights: dict[str, Tensor] | None, 
 def _tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor and its name; only one at a time is in memory."""
     for name, found in stored.items():
-        with safe_open(str(found.file), framework="pt") as tensors:  # its pages stay in memory until it is closed
+        with safe_open(
+            str(found.file), framework="pt"
+        ) as tensors:  # its pages stay in memory until it is closed
             yield name, tensors.get_tensor(name)
 
 
 def _finite(folder: Path, name: str, values: Tensor) -> Tensor:
-    """``values``; raises InputError if one of them is NaN or infinite. Their extremes take one pass and no copy."""
-    if values.numel() and values.is_floating_point() and not all(map(torch.isfinite, torch.aminmax(values.detach()))):
-        raise InputError(f"{folder}: {name} has values that are not finite: the weights are damaged, get them again")
+    """``values``; raises InputError if one of them is NaN or infinite.
+
+    Their extremes take one pass and no copy.
+    """
+    if (
+        values.numel()
+        and values.is_floating_point()
+        and not all(map(torch.isfinite, torch.aminmax(values.detach())))
+    ):
+        raise InputError(
+            f"{folder}: {name} has values that are not finite: the weights are damaged, get them again"
+        )
     return values
 
 
@@ -183,9 +260,14 @@ def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
     return hf
 
 
-def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None) -> StreamModel:
-    """A StreamModel of a loaded base with fresh streams (``config`` None: without any; the host may draft ``gamma``).
-    ``context``: tokens of a conversation; position tables are longer, by POSITION_MARGIN."""
+def build(
+    hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None
+) -> StreamModel:
+    """A StreamModel of a loaded base with fresh streams (``config`` None: without any; the host may
+    draft ``gamma``).
+
+    ``context``: tokens of a conversation; position tables are longer, by POSITION_MARGIN.
+    """
     backbone = Backbone(hf, context, context + POSITION_MARGIN)
     if config is None:
         return StreamModel(backbone, None, gamma or 0)
@@ -193,7 +275,9 @@ def build(hf: Any, config: StreamConfig | None, context: int, gamma: int | None 
 
 
 POSITION_MARGIN = 1024
-"""Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus streams."""
+"""Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus
+streams.
+"""
 
 
 def load(
@@ -207,22 +291,30 @@ def load(
     identity: BaseIdentity | None = None,
     values: bool = True,
 ) -> LoadedModel:
-    """The base in ``folder`` with the app in ``adapter``, a plain PEFT LoRA if it has no ``streams.json``. Raises
-    InputError.
+    """The base in ``folder`` with the app in ``adapter``, a plain PEFT LoRA if it has no
+    ``streams.json``.
 
-    ``gamma``: how many of its streams to keep. ``merge``: merge its LoRA into the base's weights instead of keeping it
-    as ``LoraLinear``. ``calibrated``: see ``adopt``; ``scratch``, ``values``: see ``load_base``; ``identity``: the
-    base's, if known.
+    Raises InputError.
+
+    ``gamma``: how many of its streams to keep. ``merge``: merge its LoRA into the base's weights
+    instead of keeping it as ``LoraLinear``. ``calibrated``: see ``adopt``; ``scratch``, ``values``:
+    see ``load_base``; ``identity``: the base's, if known.
     """
     hf = adopt(load_base(folder, scratch=scratch, values=values).hf, calibrated or {})
     identity = identity or BaseIdentity.of(folder, hf.config)
     with nullcontext() if values else _no_values():
-        opened = AdapterFolder.open(adapter, identity) if adapter is not None else Adapter(None, None, False)
+        opened = (
+            AdapterFolder.open(adapter, identity)
+            if adapter is not None
+            else Adapter(None, None, False)
+        )
         if adapter is not None and opened.has_lora:
             hf = merge_lora(hf, adapter) if merge else attach_lora(hf, adapter)
         config = opened.settings.streams if opened.settings is not None else None
         if config is not None and gamma is not None and gamma > config.gamma:
-            raise UnsupportedModelError(f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}")
+            raise UnsupportedModelError(
+                f"the tree needs {gamma} streams, the adapter was trained with {config.gamma}"
+            )
         model = build(hf, config, context, gamma)
         if model.streams is not None and adapter is not None:
             load_streams(adapter, model.streams)
@@ -233,7 +325,9 @@ def load(
 
 @contextmanager
 def _no_values() -> Iterator[None]:
-    """In this context new tensors are on the meta device, and nothing tells that copies into them do nothing."""
+    """In this context new tensors are on the meta device, and nothing tells that copies into them
+    do nothing.
+    """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,6 @@
-"""LoRA of PEFT, merged into the base's linears or kept beside them so that several apps can share the base."""
+"""LoRA of PEFT, merged into the base's linears or kept beside them so that several apps can share
+the base.
+"""
 
 import re
 import warnings
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS
 from ssdevice.adapters.weights import check_options
 from ssdevice.config import read_json
-from ssdevice.errors import REFUSALS, InputError, UnsupportedModelError, check_no_pointer, first_line
+from ssdevice.errors import (
+    REFUSALS,
+    InputError,
+    UnsupportedModelError,
+    check_no_pointer,
+    first_line,
+)
 from ssdevice.model.adapter import check_values
 from ssdevice.model.mapped import release
 from ssdevice.model.stored import wrapper_note
@@ -22,15 +30,21 @@ LORA = "LORA"
 EMBEDDING = re.compile(r"(embed_tokens|lm_head)(\.modules_to_save\.default|\.base_layer)?\.weight$")
 """Names of whole embeddings and heads among PEFT's tensors."""
 SLACK = 4
-"""A configuration may name a rank that no tensor has (patterns can replace it), but not one that fills memory."""
+"""A configuration may name a rank that no tensor has (patterns can replace it), but not one that
+fills memory.
+"""
 
 
 class LoraLinear(nn.Module):
-    """``base(x) + up(down(x))``. ``adapter.up`` includes PEFT's scaling, so that apps differ only in their ranks."""
+    """``base(x) + up(down(x))``.
+
+    ``adapter.up`` includes PEFT's scaling, so that apps differ only in their ranks.
+    """
 
     def __init__(self, base: nn.Linear, adapter: LowRank) -> None:
         super().__init__()
-        self.base, self.adapter = base, adapter
+        self.base = base
+        self.adapter = adapter
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., inputs] -> [.., outputs]``."""
@@ -43,8 +57,12 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
     wrapped = open_lora(hf, adapter)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if (hf.get_input_embeddings(), hf.get_output_embeddings()) != ends and head.weight is embedding.weight:
-        # Merging is in place and would change both ends; not merged, an adapter changes only the end that it is for.
+    if (
+        hf.get_input_embeddings(),
+        hf.get_output_embeddings(),
+    ) != ends and head.weight is embedding.weight:
+        # Merging is in place and would change both ends; not merged, an adapter changes only the
+        # end that it is for.
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     try:
         for part in wrapped.modules():
@@ -55,9 +73,13 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
             warnings.simplefilter("ignore")  # that these are merged already
             merged = wrapped.merge_and_unload().eval()
     except REFUSALS as error:
-        raise InputError(f"{adapter}: the PEFT adapter cannot be merged ({first_line(error)})") from error
+        raise InputError(
+            f"{adapter}: the PEFT adapter cannot be merged ({first_line(error)})"
+        ) from error
     for name, module in merged.named_modules():
-        if type(module).__module__.startswith("peft."):  # one layer inside another: only the outer one is merged
+        if type(module).__module__.startswith(
+            "peft."
+        ):  # one layer inside another: only the outer one is merged
             ways = "trainable_token_indices (of a tied head too) and a LoRA or modules_to_save"
             what = f"PEFT does not merge {name}, which the adapter changes in two ways: {ways}"
             raise InputError(f"{adapter}: {what}; train it in one way only")
@@ -65,8 +87,11 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
 
 
 def attach_lora(hf: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter's linears as ``LoraLinear``; only a plain LoRA of linears can stay separate, see
-    ``check_options``. Raises InputError, UnsupportedModelError."""
+    """The model with a PEFT adapter's linears as ``LoraLinear``; only a plain LoRA of linears can
+    stay separate, see ``check_options``.
+
+    Raises InputError, UnsupportedModelError.
+    """
     hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
 
@@ -89,39 +114,54 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
 
 
 def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = False) -> Any:
-    """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``; raises InputError."""
+    """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``; raises
+    InputError.
+    """
     check_peft(adapter, apart, len(hf.get_input_embeddings().weight))
     from peft import PeftConfig, get_peft_model
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the base may lie elsewhere than when the adapter was saved
+            warnings.simplefilter(
+                "ignore"
+            )  # the base may lie elsewhere than when the adapter was saved
             config = PeftConfig.from_pretrained(str(adapter))
             config.inference_mode = not trainable
-            # PeftModel.from_pretrained takes the same two steps, but does not say which tensors did not fit.
+            # PeftModel.from_pretrained takes the same two steps, but does not say which tensors did
+            # not fit.
             wrapped = get_peft_model(hf, config)
-            found = wrapped.load_adapter(str(adapter), "default", is_trainable=trainable, torch_device="cpu")
+            found = wrapped.load_adapter(
+                str(adapter), "default", is_trainable=trainable, torch_device="cpu"
+            )
     except (*REFUSALS, SafetensorError) as error:
-        raise InputError(f"{adapter}: the PEFT adapter cannot be loaded ({first_line(error)})") from error
+        raise InputError(
+            f"{adapter}: the PEFT adapter cannot be loaded ({first_line(error)})"
+        ) from error
     missing = [name.replace(".default", "", 1) for name in sorted(found.missing_keys)]
     for what, names in (("unknown", sorted(found.unexpected_keys)), ("missing", missing)):
         if names:
             why = wrapper_note(missing, names) or ": is it for this model?"
-            raise InputError(f"{adapter / PEFT_WEIGHTS}: tensor {names[0]!r} is {what}, and {len(names) - 1} more{why}")
+            raise InputError(
+                f"{adapter / PEFT_WEIGHTS}: tensor {names[0]!r} is {what}, and {len(names) - 1} more{why}"
+            )
     return wrapped
 
 
 def check_peft(folder: Path, apart: bool = False, vocab: int | None = None) -> None:
-    """Raise InputError unless a folder has a LoRA with finite tensors of the configured ranks. ``apart``: it will stay
-    separate; ``vocab``: tokens of the model it is for, if known. Otherwise the configured rank would decide how much
-    memory is allocated, a missing file would be looked up on the hub under the folder's name, and a NaN would be merged
-    into the base."""
+    """Raise InputError unless a folder has a LoRA with finite tensors of the configured ranks.
+
+    ``apart``: it will stay separate; ``vocab``: tokens of the model it is for, if known. Otherwise
+    the configured rank would decide how much memory is allocated, a missing file would be looked up
+    on the hub under the folder's name, and a NaN would be merged into the base.
+    """
     file = folder / PEFT_CONFIG
     config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"{file}: not an object")
     if config.get("peft_type") != LORA:
-        raise InputError(f"{file}: peft_type is {str(config.get('peft_type'))[:40]!r}, expected {LORA!r}")
+        raise InputError(
+            f"{file}: peft_type is {str(config.get('peft_type'))[:40]!r}, expected {LORA!r}"
+        )
     check_options(folder, config, apart)
     weights = folder / PEFT_WEIGHTS
     if not weights.is_file():
@@ -133,12 +173,17 @@ def check_peft(folder: Path, apart: bool = False, vocab: int | None = None) -> N
             raise InputError(f"{file}: {name} is not an object")
     for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
         if type(rank) is not int or not 1 <= rank <= SLACK * largest:
-            raise InputError(f"{file}: rank {repr(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}")
+            raise InputError(
+                f"{file}: rank {repr(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}"
+            )
 
 
 def _check_weights(file: Path, vocab: int | None) -> int:
-    """The largest rank of a LoRA's tensors. Raises InputError for values that are not finite, and for embeddings or a
-    head of another vocabulary than the model's ``vocab`` tokens."""
+    """The largest rank of a LoRA's tensors.
+
+    Raises InputError for values that are not finite, and for embeddings or a head of another
+    vocabulary than the model's ``vocab`` tokens.
+    """
     largest = 0
     try:
         check_no_pointer(file)
@@ -152,6 +197,13 @@ def _check_weights(file: Path, vocab: int | None) -> int:
                     raise InputError(f"{file.parent}: {what}: {how}")
                 if "lora_A" in name or "lora_embedding_A" in name:
                     largest = max(largest, *value.shape[:1])
-    except (OSError, SafetensorError, TypeError, ValueError, OverflowError, NotImplementedError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        NotImplementedError,
+    ) as error:
         raise InputError(f"{file}: cannot be read as safetensors ({error})") from error
     return largest

@@ -1,4 +1,6 @@
-"""Weights in mapped files: memory that the system can take back at any time, because it can read them again."""
+"""Weights in mapped files: memory that the system can take back at any time, because it can read
+them again.
+"""
 
 import mmap
 import tempfile
@@ -17,7 +19,9 @@ _files: WeakSet[mmap.mmap] = WeakSet()
 
 
 def mapped(values: Tensor, folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``values`` in an unnamed file of ``folder``, gone with the tensor; in memory if small, or if the disk refuses."""
+    """``values`` in an unnamed file of ``folder``, gone with the tensor; in memory if small, or if
+    the disk refuses.
+    """
     found = values.detach().to(dtype)
     if found.nbytes < LARGE or not hasattr(mmap.mmap, "madvise"):  # Windows
         return found

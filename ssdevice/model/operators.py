@@ -1,7 +1,9 @@
-"""Explicit hooks for what a target computes in its own way: attention, rotary embedding, norms, choices, masks.
+"""Explicit hooks for what a target computes in its own way: attention, rotary embedding, norms,
+choices, masks.
 
-A form (``ssdevice.export.forms``) is built from a model under its target's operators. The Hugging Face classes, their
-modules and the model itself stay unchanged: ``under`` returns a second set of module objects over the same weights.
+A form (``ssdevice.export.forms``) is built from a model under its target's operators. The Hugging
+Face classes, their modules and the model itself stay unchanged: ``under`` returns a second set of
+module objects over the same weights.
 """
 
 import copy
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from ssdevice.model.step import StreamModel
 
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
-"""The name of the rotary embedding in every Hugging Face family; attention calls it only by this name."""
+"""The name of the rotary embedding in every Hugging Face family; attention calls it only by this
+name.
+"""
 Apply = Callable[..., tuple[Tensor, Tensor]]
 """A family's own function: ``(q, k, cos, sin)`` -> q and k rotated."""
 Rotary = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -36,8 +40,9 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first; the lowest id wins a tie. k rounds of argmax: torch's
-    topk does not define the order of ties, and some targets turn it into a sort."""
+    """The k largest of ``[R, V]`` as ids ``[R, k]``, best first; the lowest id wins a tie. k rounds
+    of argmax: torch's topk does not define the order of ties, and some targets turn it into a sort.
+    """
     ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     taken: list[Tensor] = []
     for _ in range(k):
@@ -51,9 +56,9 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 class Operators:
     """The hooks; by default all is computed as in the Hugging Face layers.
 
-    ``attention``: see ``ssdevice.model.attention``. ``rotary``: replaces a family's own function if both compute the
-    same. ``norm``: returns the replacement of a module of the layers, None to keep it. ``mask_value``: additive mask of
-    an invisible row.
+    ``attention``: see ``ssdevice.model.attention``. ``rotary``: replaces a family's own function if
+    both compute the same. ``norm``: returns the replacement of a module of the layers, None to keep
+    it. ``mask_value``: additive mask of an invisible row.
     """
 
     attention: Attention = attend
@@ -65,7 +70,9 @@ class Operators:
 
 def under(model: "StreamModel", operators: Operators) -> "StreamModel":
     """The same model under other operators: new modules that share the tensors of ``model``."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    shared: dict[int, Any] = {
+        id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
+    }
     shared[id(model.backbone.config)] = model.backbone.config
     made = copy.deepcopy(model, shared)
     made.backbone.operators = operators
@@ -81,7 +88,9 @@ def under(model: "StreamModel", operators: Operators) -> "StreamModel":
 
 @dataclass(frozen=True)
 class NormKind:
-    """A norm over the last dimension: ``x / sqrt(mean(x²) + eps) * scale``; ``centered``: of x less its mean."""
+    """A norm over the last dimension: ``x / sqrt(mean(x²) + eps) * scale``; ``centered``: of x less
+    its mean.
+    """
 
     scale: nn.Parameter
     eps: float
@@ -93,20 +102,31 @@ class NormKind:
 
 
 def norm_kind(module: nn.Module) -> NormKind | None:
-    """What a family's norm computes; None for other modules, and for ``torch.nn.LayerNorm``. Candidates are tried on
-    numbers: families differ in the name of eps, in whether the weight is added to one, and in whether the mean is
-    subtracted."""
+    """What a family's norm computes; None for other modules, and for ``torch.nn.LayerNorm``.
+
+    Candidates are tried on numbers: families differ in the name of eps, in whether the weight is
+    added to one, and in whether the mean is subtracted.
+    """
     weights = dict(module.named_parameters())
     if isinstance(module, (nn.LayerNorm, nn.Linear, nn.Embedding)) or list(weights) != ["weight"]:
         return None
     weight = weights["weight"]
-    eps = next((float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name)), 0.0)
+    eps = next(
+        (
+            float(getattr(module, name))
+            for name in ("variance_epsilon", "eps")
+            if hasattr(module, name)
+        ),
+        0.0,
+    )
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([1e-4, 1e-2, 1.0, 30.0, 500.0]).reshape(5, *[1] * weight.dim())
     probe = torch.randn(5, *weight.shape, generator=generator) * sizes
     with torch.no_grad():
         expected = module(probe)
-        for scale, centered in product((weight, nn.Parameter(1.0 + weight, requires_grad=False)), (False, True)):
+        for scale, centered in product(
+            (weight, nn.Parameter(1.0 + weight, requires_grad=False)), (False, True)
+        ):
             kind = NormKind(scale, eps, centered)
             if torch.allclose(kind(probe), expected, rtol=1e-4, atol=1e-5):
                 return kind
@@ -114,25 +134,42 @@ def norm_kind(module: nn.Module) -> NormKind | None:
 
 
 def _hook_rotary(backbone: "Backbone", rotary: Rotary) -> None:
-    """Make attention modules call ``rotary`` where their class calls the family's function, a global of its Python
-    module: they get a ``forward`` with the same code over other globals, so nothing that others see is replaced."""
+    """Make attention modules call ``rotary`` where their class calls the family's function, a
+    global of its Python module: they get a ``forward`` with the same code over other globals, so
+    nothing that others see is replaced.
+    """
     tables = [table for pair in backbone.rope_tables().values() for table in pair]
     for part in backbone.layers.modules():
         forward = inspect.unwrap(type(part).forward)
-        if not isinstance(forward, FunctionType) or ROTARY_FUNCTION not in forward.__code__.co_names:
+        if (
+            not isinstance(forward, FunctionType)
+            or ROTARY_FUNCTION not in forward.__code__.co_names
+        ):
             continue
         original = forward.__globals__[ROTARY_FUNCTION]
         interleaved = rotary_kind(original, backbone.head_dim)
         if interleaved is None or not all(_paired(table, interleaved) for table in tables):
             continue
-        known = {**forward.__globals__, ROTARY_FUNCTION: partial(_rotated, rotary, original, interleaved)}
-        hooked = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
+        known = {
+            **forward.__globals__,
+            ROTARY_FUNCTION: partial(_rotated, rotary, original, interleaved),
+        }
+        hooked = FunctionType(
+            forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
+        )
         hooked.__kwdefaults__ = forward.__kwdefaults__
         part.forward = MethodType(hooked, part)
 
 
 def _rotated(
-    rotary: Rotary, original: Apply, interleaved: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object
+    rotary: Rotary,
+    original: Apply,
+    interleaved: bool,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
     if cos.shape[-1] != q.shape[-1]:  # some families slice the rotated part in this function
         return original(q, k, cos, sin)
@@ -140,8 +177,9 @@ def _rotated(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary embedding of ``x [1, heads, R, hd]`` by ``cos, sin [1, R, hd]``: pairs of neighbours (``interleaved``), or
-    of elements half a head apart, are rotated."""
+    """Rotary embedding of ``x [1, heads, R, hd]`` by ``cos, sin [1, R, hd]``: pairs of neighbours
+    (``interleaved``), or of elements half a head apart, are rotated.
+    """
     half = x.shape[-1] // 2
     if interleaved:
         turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
@@ -151,22 +189,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotary_kind(apply: Apply, head_dim: int) -> bool | None:
-    """Whether a family's rotary function is ``rotate`` interleaved (True), by halves (False), or neither (None). Both
-    are tried on numbers, because families use the same name for different formulas."""
+    """Whether a family's rotary function is ``rotate`` interleaved (True), by halves (False), or
+    neither (None).
+
+    Both are tried on numbers, because families use the same name for different formulas.
+    """
     if head_dim % 2:
         return None
     generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(1, 4, 3, head_dim, generator=generator), torch.randn(1, 2, 3, head_dim, generator=generator)
+    q = torch.randn(1, 4, 3, head_dim, generator=generator)
+    k = torch.randn(1, 2, 3, head_dim, generator=generator)
     angles = torch.randn(1, 3, head_dim // 2, generator=generator)
     for interleaved in (False, True):
-        whole = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat([angles, angles], dim=-1)
-        cos, sin = whole.cos(), whole.sin()
+        whole = (
+            angles.repeat_interleave(2, dim=-1)
+            if interleaved
+            else torch.cat([angles, angles], dim=-1)
+        )
+        cos = whole.cos()
+        sin = whole.sin()
         try:
             got = apply(q, k, cos, sin)
         except (TypeError, RuntimeError, IndexError):
             return None
         expected = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
-        if all(a.shape == b.shape and torch.allclose(a, b, atol=1e-6) for a, b in zip(got, expected, strict=True)):
+        if all(
+            a.shape == b.shape and torch.allclose(a, b, atol=1e-6)
+            for a, b in zip(got, expected, strict=True)
+        ):
             return interleaved
     return None
 

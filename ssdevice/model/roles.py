@@ -1,5 +1,7 @@
-"""The roles of weights, taken from the model object, so that no pass has to parse names. Only weights that are stored
-otherwise than the linears of the layers have one."""
+"""The roles of weights, taken from the model object, so that no pass has to parse names.
+
+Only weights that are stored otherwise than the linears of the layers have one.
+"""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -13,7 +15,10 @@ from ssdevice.model.streams import LowRank
 
 
 class Part(Enum):
-    """The part of the model that a weight belongs to. A head that is tied to the embedding counts as the embedding."""
+    """The part of the model that a weight belongs to.
+
+    A head that is tied to the embedding counts as the embedding.
+    """
 
     EMBEDDING = auto()
     HEAD = auto()
@@ -22,9 +27,12 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a weight. For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder
-    (``source``), whether it is the second factor (``up``), and whether it belongs to the streams themselves (``own``,
-    see ``Streams.own_terms``)."""
+    """The role of a weight.
+
+    For a factor of a low-rank term: its ``kind``, the term's name in the adapter folder
+    (``source``), whether it is the second factor (``up``), and whether it belongs to the streams
+    themselves (``own``, see ``Streams.own_terms``).
+    """
 
     part: Part
     kind: SlotKind = SlotKind.LORA
@@ -35,14 +43,23 @@ class Role:
 
 def low_rank_terms(model: StreamModel) -> dict[LowRank, tuple[SlotKind, str]]:
     """Every low-rank term of an app with its kind and its name in the adapter folder."""
-    path, layers = model.backbone.family.layers_path, model.backbone.layers.named_modules()
-    found = {part.adapter: (SlotKind.LORA, f"{path}.{name}") for name, part in layers if isinstance(part, LoraLinear)}
+    path = model.backbone.family.layers_path
+    layers = model.backbone.layers.named_modules()
+    found = {
+        part.adapter: (SlotKind.LORA, f"{path}.{name}")
+        for name, part in layers
+        if isinstance(part, LoraLinear)
+    }
     streams = model.streams.named_modules() if model.streams is not None else ()
-    return found | {part: (SlotKind.STREAM, name) for name, part in streams if isinstance(part, LowRank)}
+    return found | {
+        part: (SlotKind.STREAM, name) for name, part in streams if isinstance(part, LowRank)
+    }
 
 
 def roles_of(form: nn.Module) -> dict[str, Role]:
-    """The roles of a form's embedding, heads and factors by their names in it, which its traced graphs keep."""
+    """The roles of a form's embedding, heads and factors by their names in it, which its traced
+    graphs keep.
+    """
     model = next(part for part in form.modules() if isinstance(part, StreamModel))
     backbone = model.backbone
     heads = [head for head in (backbone.lm_head, model.draft_head) if head is not None]

@@ -1,4 +1,6 @@
-"""What the files of a Hugging Face base hold, as their headers and JSON say: no weight is read for it."""
+"""What the files of a Hugging Face base hold, as their headers and JSON say: no weight is read for
+it.
+"""
 
 import math
 import re
@@ -21,8 +23,8 @@ _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _METHODS = ("quant_method", "quant_algo", "bits", "w_bit")
 _WANTED = "ssdevice quantizes itself (--quant) and needs the unquantized model"
 
-# Tensors that a decoder of text never reads. Everything else that the model does not read was meant to change its
-# numbers: scales, biases, adapters, layers.
+# Tensors that a decoder of text never reads. Everything else that the model does not read was meant
+# to change its numbers: scales, biases, adapters, layers.
 _HARMLESS = {
     r"rotary_emb\.|(^|\.)(position_ids|masked_bias|version)$": "computed buffers",
     r"(^|\.)mtp(\.|_)": "layers that predict further tokens",
@@ -45,7 +47,10 @@ class Stored:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder's weights by name. Raises InputError for damaged files and types of no float."""
+    """Every tensor of a folder's weights by name.
+
+    Raises InputError for damaged files and types of no float.
+    """
     found: dict[str, Stored] = {}
     for file in weight_files(folder):
         try:
@@ -55,20 +60,33 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                     found[name] = Stored(file, entry.get_dtype(), tuple(entry.get_shape()))
         except SafetensorError as error:
             what = f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)})"
-            raise InputError(f"{what}: it was cut short or is something else; get it again") from error
+            raise InputError(
+                f"{what}: it was cut short or is something else; get it again"
+            ) from error
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS and _harmless(name) is None:
-            raise InputError(f"{folder}: {name} is stored as {tensor.dtype}, as quantized weights are: {_WANTED}")
+            raise InputError(
+                f"{folder}: {name} is stored as {tensor.dtype}, as quantized weights are: {_WANTED}"
+            )
     return found
 
 
 def check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError, which names the method, for a folder whose ``config`` or files say that it is quantized."""
+    """Raise InputError, which names the method, for a folder whose ``config`` or files say that it
+    is quantized.
+    """
     parts = {CONFIG_FILE: config, f"text_config of {CONFIG_FILE}": config.get("text_config") or {}}
-    told = [(f"{key} in {where}", part[key]) for where, part in parts.items() for key in _KEYS if part.get(key)]
+    told = [
+        (f"{key} in {where}", part[key])
+        for where, part in parts.items()
+        for key in _KEYS
+        if part.get(key)
+    ]
     told += [(name, read_json(folder / name)) for name in _FILES if (folder / name).is_file()]
     for where, settings in told:
-        raise InputError(f"{folder}: the weights are quantized by {_method(settings)} ({where}): {_WANTED}")
+        raise InputError(
+            f"{folder}: the weights are quantized by {_method(settings)} ({where}): {_WANTED}"
+        )
 
 
 def _method(settings: Any) -> str:
@@ -79,11 +97,18 @@ def _method(settings: Any) -> str:
         return "bitsandbytes"
     if (known := next((key for key in _METHODS if settings.get(key)), None)) is None:
         return "an unnamed method"
-    return str(settings[known])[:40] if known.startswith("quant_") else f"an unnamed method to {settings[known]} bits"
+    return (
+        str(settings[known])[:40]
+        if known.startswith("quant_")
+        else f"an unnamed method to {settings[known]} bits"
+    )
 
 
 def unread_notes(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
-    """A sentence for each kind of tensors that the model does not read. Raises InputError unless they are harmless."""
+    """A sentence for each kind of tensors that the model does not read.
+
+    Raises InputError unless they are harmless.
+    """
     kinds: dict[str, list[str]] = {}
     for name in sorted(names):
         kinds.setdefault(_harmless(name) or "", []).append(name)
@@ -99,7 +124,9 @@ def unread_notes(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def wrapper_note(missing: Iterable[str], found: Iterable[str]) -> str:
-    """What to do about a wrapper (DataParallel, torch.compile) that put a prefix before names; empty without one."""
+    """What to do about a wrapper (DataParallel, torch.compile) that put a prefix before names;
+    empty without one.
+    """
     wanted = tuple(f".{name}" for name in missing)
     name = min((name for name in found if name.endswith(wanted)), default=None)
     if name is None:

@@ -1,5 +1,7 @@
-"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows (*Speculative Streaming:
-Efficient and Scalable Speculative Decoding with Multi-Stream Attention*, appendix H.2)."""
+"""Streams: how they start (2402.11131 eq. 3), and what lossless mode adds to their rows
+(*Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*,
+appendix H.2).
+"""
 
 import copy
 from collections.abc import Iterator
@@ -40,16 +42,28 @@ class LowRank(nn.Module):
 
 
 def low_rank_factors(model: nn.Module) -> set[nn.Module]:
-    """The linears inside the low-rank terms of a model, which targets round otherwise than the model's own."""
-    return {factor for term in model.modules() if isinstance(term, LowRank) for factor in term.children()}
+    """The linears inside the low-rank terms of a model, which targets round otherwise than the
+    model's own.
+    """
+    return {
+        factor
+        for term in model.modules()
+        if isinstance(term, LowRank)
+        for factor in term.children()
+    }
 
 
 class StreamRowAdapter(nn.Module):
-    """A base module to which stream rows add a low-rank term, or which the term replaces; main rows never use it."""
+    """A base module to which stream rows add a low-rank term, or which the term replaces; main rows
+    never use it.
+    """
 
     def __init__(self, base: nn.Module, adapter: LowRank, split: RowSplit, replace: bool) -> None:
         super().__init__()
-        self.base, self.adapter, self.split, self.replace = base, adapter, split, replace
+        self.base = base
+        self.adapter = adapter
+        self.split = split
+        self.replace = replace
         self.folded: nn.Linear | None = None
 
     def fold(self) -> None:
@@ -59,7 +73,9 @@ class StreamRowAdapter(nn.Module):
         base = self.base
         self.folded = nn.Linear(base.in_features, base.out_features, base.bias is not None)
         with torch.no_grad():
-            self.folded.weight.copy_(base.weight + self.adapter.up.weight @ self.adapter.down.weight)
+            self.folded.weight.copy_(
+                base.weight + self.adapter.up.weight @ self.adapter.down.weight
+            )
             if base.bias is not None:
                 self.folded.bias.copy_(base.bias)
 
@@ -79,13 +95,19 @@ class StreamRowAdapter(nn.Module):
         if self.replace:
             return torch.cat([self.base(x[..., :main, :]), self._stream(x[..., main:, :])], dim=-2)
         y = self.base(x)
-        return torch.cat([y[..., :main, :], y[..., main:, :] + self.adapter(x[..., main:, :])], dim=-2)
+        return torch.cat(
+            [y[..., :main, :], y[..., main:, :] + self.adapter(x[..., main:, :])], dim=-2
+        )
 
 
 def check_draft_ids(ids: Tensor, vocab: int, where: str = "") -> None:
-    """Raise InputError, after ``where``, unless ``ids`` are distinct ascending tokens of a vocabulary of ``vocab``."""
+    """Raise InputError, after ``where``, unless ``ids`` are distinct ascending tokens of a
+    vocabulary of ``vocab``.
+    """
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids[1:] <= ids[:-1]).any()):
-        raise InputError(f"{where}the draft vocabulary of {len(ids)} tokens is not ascending ids from 0 to {vocab - 1}")
+        raise InputError(
+            f"{where}the draft vocabulary of {len(ids)} tokens is not ascending ids from 0 to {vocab - 1}"
+        )
 
 
 TAPS = 0.27, 0.63, 1.0
@@ -93,12 +115,14 @@ TAPS = 0.27, 0.63, 1.0
 
 
 class DraftLayers(nn.Module):
-    """Layers that draft one token after the other instead of streams (EAGLE, 2401.15077; EAGLE-3, 2503.01840).
+    """Layers that draft one token after the other instead of streams (EAGLE, 2401.15077; EAGLE-3,
+    2503.01840).
 
-    ``layers`` start as copies of the base's last one, come after it and have cache rows like its own. A committed row
-    reads the fused states of its position, from the base layers ``after``. Unlike EAGLE's, its keys and values do not
-    depend on the token chosen next, so a tree's rows are known when it is verified. Draft j of node t stands for the
-    row of position t + j, as stream j does.
+    ``layers`` start as copies of the base's last one, come after it and have cache rows like its
+    own. A committed row reads the fused states of its position, from the base layers ``after``.
+    Unlike EAGLE's, its keys and values do not depend on the token chosen next, so a tree's rows are
+    known when it is verified. Draft j of node t stands for the row of position t + j, as stream j
+    does.
     """
 
     def __init__(self, backbone: Backbone, count: int) -> None:
@@ -106,7 +130,8 @@ class DraftLayers(nn.Module):
         width = int(backbone.config.hidden_size)
         self.after = [max(1, round(backbone.num_layers * share)) for share in TAPS]
         self.norms = nn.ModuleList(copy.deepcopy(backbone.norm) for _ in TAPS)
-        self.embed_norm, self.norm = copy.deepcopy(backbone.norm), copy.deepcopy(backbone.norm)
+        self.embed_norm = copy.deepcopy(backbone.norm)
+        self.norm = copy.deepcopy(backbone.norm)
         self.fuse = nn.Linear(len(TAPS) * width, width, bias=False)
         self.embed = nn.Linear(width, width, bias=False)
         self.layers = nn.ModuleList(backbone.add_layer() for _ in range(count))
@@ -117,24 +142,30 @@ class DraftLayers(nn.Module):
         self.requires_grad_(True)
 
     def fused(self, states: Tensor) -> Tensor:
-        """What a row reads, ``[B, R, D]``, of its states after the layers ``after``, ``[B, R, 3 D]``."""
-        normed = [norm(h) for norm, h in zip(self.norms, states.chunk(len(TAPS), dim=-1), strict=True)]
+        """What a row reads, ``[B, R, D]``, of its states after the layers ``after``, ``[B, R, 3
+        D]``.
+        """
+        normed = [
+            norm(h) for norm, h in zip(self.norms, states.chunk(len(TAPS), dim=-1), strict=True)
+        ]
         return cast(Tensor, self.fuse(torch.cat(normed, dim=-1)))
 
     def start(self, state: Tensor, chosen: Tensor) -> Tensor:
-        """A draft's state before the layers, ``[B, n, D]``: that of the row or draft before it, ``state [B, n, D]``,
-        and the embedding of the token after that, ``chosen [B, n, D]``."""
+        """A draft's state before the layers, ``[B, n, D]``: that of the row or draft before it,
+        ``state [B, n, D]``, and the embedding of the token after that, ``chosen [B, n, D]``.
+        """
         return state + cast(Tensor, self.embed(self.embed_norm(chosen)))
 
 
 class Streams(nn.Module):
     """Stream identifier embeddings P, the transformations f and g, and the stream adapters.
 
-    In lossless mode the constructor wraps linears and MLPs of the top ``msa_layers`` layers of ``backbone``, as
-    ``stream_mlp`` says, in StreamRowAdapter. g, by which streams see the token just chosen, and ``follow``, by which a
-    draft sees the one before it, are not in the paper (see StreamConfig). Without MSA layers there are ``heads`` on the
-    last hidden state, which share the LM head, or ``own`` layers. ``draft_ids [n] int32``: the ascending tokens of the
-    draft vocabulary.
+    In lossless mode the constructor wraps linears and MLPs of the top ``msa_layers`` layers of
+    ``backbone``, as ``stream_mlp`` says, in StreamRowAdapter. g, by which streams see the token
+    just chosen, and ``follow``, by which a draft sees the one before it, are not in the paper (see
+    StreamConfig). Without MSA layers there are ``heads`` on the last hidden state, which share the
+    LM head, or ``own`` layers. ``draft_ids [n] int32``: the ascending tokens of the draft
+    vocabulary.
     """
 
     draft_ids: Tensor
@@ -149,17 +180,27 @@ class Streams(nn.Module):
         self.identifiers = nn.Parameter(torch.randn(config.gamma, width) * 0.02)
         if config.draft_vocabulary:
             check_draft_ids(torch.arange(config.draft_vocabulary, device="cpu"), self.vocab)
-            self.register_buffer("draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32))
+            self.register_buffer(
+                "draft_ids", torch.arange(config.draft_vocabulary, dtype=torch.int32)
+            )
         self.f = LowRank(width, width, config.init_rank) if config.init_rank else None
-        self.token = LowRank(2 * width, config.gamma * width, config.token_rank) if config.token_rank else None
+        self.token = (
+            LowRank(2 * width, config.gamma * width, config.token_rank)
+            if config.token_rank
+            else None
+        )
         finished = int(backbone.lm_head.in_features)
         rank = config.follow_rank
         self.follow = LowRank(finished + width, finished, rank, activation=True) if rank else None
         self.own = DraftLayers(backbone, config.draft_layers) if config.draft_layers else None
         heads = 0 if config.msa_layers or config.draft_layers else config.gamma
-        self.heads = nn.ModuleList(LowRank(width, width, config.adapter_rank, activation=True) for _ in range(heads))
+        self.heads = nn.ModuleList(
+            LowRank(width, width, config.adapter_rank, activation=True) for _ in range(heads)
+        )
         self.adapters = nn.ModuleDict()
-        self._rows: list[StreamRowAdapter] = []  # a plain list, because they are submodules of the layers
+        self._rows: list[
+            StreamRowAdapter
+        ] = []  # a plain list, because they are submodules of the layers
         if config.mode is Mode.LOSSLESS and not config.draft_layers:
             for i in range(backbone.num_layers - config.msa_layers, backbone.num_layers):
                 self._wrap(backbone.layers[i], i)
@@ -178,9 +219,11 @@ class Streams(nn.Module):
         return h if self.f is None else cast(Tensor, self.f(h))
 
     def start(self, h: Tensor, gamma: int, chosen: Tensor | None = None) -> Tensor:
-        """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node. With ``token_rank``,
-        ``chosen [B, n, D]`` embeds the tokens E after the nodes, and stream j adds its part of g(M_t, E),
-        ``[.., 2 D] -> [.., γ D]``."""
+        """S_tj = f(M_t) + P_j at layer N - N_s: ``[B, n, D] -> [B, n * γ, D]``, grouped by node.
+
+        With ``token_rank``, ``chosen [B, n, D]`` embeds the tokens E after the nodes, and stream j
+        adds its part of g(M_t, E), ``[.., 2 D] -> [.., γ D]``.
+        """
         batch, nodes, width = h.shape
         shared = self.moved(h)
         starts = shared[:, :, None] + self.identifiers[:gamma].to(h.dtype)
@@ -193,39 +236,58 @@ class Streams(nn.Module):
         return starts.reshape(batch, nodes * gamma, width)
 
     def after(self, finished: Tensor, before: Tensor) -> Tensor:
-        """What the head reads of streams ``finished [.., W]`` if ``before [.., D]`` embeds the token before theirs."""
+        """What the head reads of streams ``finished [.., W]`` if ``before [.., D]`` embeds the
+        token before theirs.
+        """
         if self.follow is None:
             return finished
         return finished + cast(Tensor, self.follow(torch.cat([finished, before], dim=-1)))
 
     def own_terms(self) -> list[LowRank]:
-        """f, g, heads and ``follow``, which read hidden states that no norm has evened, or embeddings beside them. They
-        stay floats in every quantization: in eight bits a row of [M; E] would be its outliers and no E."""
-        return [term for term in (self.f, self.token, *self.heads, self.follow) if isinstance(term, LowRank)]
+        """f, g, heads and ``follow``, which read hidden states that no norm has evened, or
+        embeddings beside them.
+
+        They stay floats in every quantization: in eight bits a row of [M; E] would be its outliers
+        and no E.
+        """
+        return [
+            term
+            for term in (self.f, self.token, *self.heads, self.follow)
+            if isinstance(term, LowRank)
+        ]
 
     def fold(self) -> list[nn.Linear]:
-        """Fold stream adapters into second weights of the MSA layers, which are returned: for graphs whose streams run
-        separately, one product instead of three, for a copy of these layers' weights."""
+        """Fold stream adapters into second weights of the MSA layers, which are returned: for
+        graphs whose streams run separately, one product instead of three, for a copy of these
+        layers' weights.
+        """
         for row in self._rows:
             row.fold()
         return [row.folded for row in self._rows if row.folded is not None]
 
     def _wrap(self, layer: nn.Module, index: int) -> None:
         config = self.config
-        replace_mlp, only = config.stream_mlp is not StreamMLP.BASE_ADAPTER, config.stream_mlp is StreamMLP.ADAPTER_ONLY
+        replace_mlp = config.stream_mlp is not StreamMLP.BASE_ADAPTER
+        only = config.stream_mlp is StreamMLP.ADAPTER_ONLY
         if replace_mlp and not isinstance(getattr(layer, "mlp", None), nn.Module):
-            raise UnsupportedModelError(f"stream_mlp '{config.stream_mlp}' needs an mlp module; use 'base+adapter'")
+            raise UnsupportedModelError(
+                f"stream_mlp '{config.stream_mlp}' needs an mlp module; use 'base+adapter'"
+            )
         replaced = set(cast(nn.Module, layer.mlp).modules()) if replace_mlp else set()
         adapters: dict[str, LowRank] = {}
         for path, linear in layer.named_modules():
             if isinstance(linear, nn.Linear) and linear not in replaced and not only:
-                adapters[path] = LowRank(linear.in_features, linear.out_features, config.adapter_rank)
+                adapters[path] = LowRank(
+                    linear.in_features, linear.out_features, config.adapter_rank
+                )
         if replace_mlp:
             width = int(self.identifiers.shape[1])
             adapters["mlp"] = LowRank(width, width, config.adapter_rank, activation=not only)
         for path, adapter in adapters.items():
             owner, _, name = path.rpartition(".")
-            row = StreamRowAdapter(layer.get_submodule(path), adapter, self.split, replace_mlp and path == "mlp")
+            row = StreamRowAdapter(
+                layer.get_submodule(path), adapter, self.split, replace_mlp and path == "mlp"
+            )
             setattr(layer.get_submodule(owner), name, row)
             self._rows.append(row)
             self.adapters[f"{index}-{path.replace('.', '-')}"] = adapter

@@ -26,15 +26,25 @@ from ssdevice.serve.verifying import Verifying
 
 
 def application(
-    session: Session, *, waiting: int, hosts: Collection[str] | None, key: str | None, devices: int = 0
+    session: Session,
+    *,
+    waiting: int,
+    hosts: Collection[str] | None,
+    key: str | None,
+    devices: int = 0,
 ) -> Guard:
-    """The server's application (ASGI). ``waiting``: requests that may wait while one is decoded; ``devices``: how many
-    may have their drafts verified; ``hosts``, ``key``: see Guard."""
+    """The server's application (ASGI).
+
+    ``waiting``: requests that may wait while one is decoded; ``devices``: how many may have their
+    drafts verified; ``hosts``, ``key``: see Guard.
+    """
     verifying = Verifying(session, devices) if devices else None
     counts = metrics.Metrics()
-    decoder, bundle = Decoder(session, counts, waiting), session.bundle
+    decoder = Decoder(session, counts, waiting)
+    bundle = session.bundle
     names = [app.name for app in bundle.manifest.apps]
-    created, fingerprint = int(bundle.folder.stat().st_mtime), f"fp_{bundle.manifest.model.sha256[:12]}"
+    created = int(bundle.folder.stat().st_mtime)
+    fingerprint = f"fp_{bundle.manifest.model.sha256[:12]}"
 
     def known(name: str) -> dict[str, Any]:
         if name not in names:
@@ -55,18 +65,23 @@ def application(
     async def model(http: HttpRequest) -> Response:
         return JSONResponse(known(http.path_params["name"]))
 
-    def answering(parse: Callable[[bytes], Request]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    def answering(
+        parse: Callable[[bytes], Request],
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
             request = parse(await content_of(http))
             known(request.app)
-            return _Answer(decoder.answers(request), Reply(request, session.tokenizer, fingerprint), http)
+            return _Answer(
+                decoder.answers(request), Reply(request, session.tokenizer, fingerprint), http
+            )
 
         return answer
 
     async def verify(http: HttpRequest) -> Response:
         if verifying is None:
             raise Refusal("this server verifies no drafts; start it with --verify", 404)
-        given, content = http.path_params, await content_of(http)
+        given = http.path_params
+        content = await content_of(http)
         known(given["name"])
         call = partial(verifying.answer, given["name"], given["client"], given["at"], content)
         return Response(await decoder.verified(call), media_type=BINARY)
@@ -87,9 +102,15 @@ def application(
 class _Answer(StreamingResponse):
     """An answer in one object or as server-sent events, which ends when its client leaves."""
 
-    def __init__(self, answers: AsyncGenerator[Generation, None], reply: Reply, http: HttpRequest) -> None:
-        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.answers, self.reply, self.http = answers, reply, http
+    def __init__(
+        self, answers: AsyncGenerator[Generation, None], reply: Reply, http: HttpRequest
+    ) -> None:
+        super().__init__(
+            self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self.answers = answers
+        self.reply = reply
+        self.http = http
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.answers):

@@ -1,4 +1,6 @@
-"""Decodes requests one after another in the session's thread, while others wait in a queue of bounded length."""
+"""Decodes requests one after another in the session's thread, while others wait in a queue of
+bounded length.
+"""
 
 import asyncio
 import math
@@ -18,26 +20,39 @@ from ssdevice.serve.request import Request
 
 NO_STYLE = "calls cannot be read in the form that this model's chat template gives them; tool_choice can force one"
 BETWEEN_S = 0.02
-"""Between two pieces of a stream: sending each token by itself would take a tenth of the model's time on two cores."""
+"""Between two pieces of a stream: sending each token by itself would take a tenth of the model's
+time on two cores.
+"""
 
 
 class Decoder:
     """The session and its queue. ``most``: requests that may wait while one is decoded."""
 
     def __init__(self, session: Session, metrics: Metrics, most: int) -> None:
-        self.session, self.metrics, self.most = session, metrics, most
-        self.pending, self._turn = 0, asyncio.Lock()
+        self.session = session
+        self.metrics = metrics
+        self.most = most
+        self.pending = 0
+        self._turn = asyncio.Lock()
 
     async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
-        """The answer as it grows: first when its first call has been made, last when it is whole. It does not change
-        while the caller looks at it. Closing the iterator cancels the request after the current call of the model.
-        Raises Refusal, also if the queue is full."""
-        async with self._admitted(), aclosing(decode(self.session, request, self.metrics)) as answers:
+        """The answer as it grows: first when its first call has been made, last when it is whole.
+
+        It does not change while the caller looks at it. Closing the iterator cancels the request
+        after the current call of the model. Raises Refusal, also if the queue is full.
+        """
+        async with (
+            self._admitted(),
+            aclosing(decode(self.session, request, self.metrics)) as answers,
+        ):
             async for answer in answers:
                 yield answer
 
     async def verified(self, call: Callable[[], bytes]) -> bytes:
-        """What a call in the session's thread returns. Raises Refusal, also if the queue is full."""
+        """What a call in the session's thread returns.
+
+        Raises Refusal, also if the queue is full.
+        """
         async with self._admitted():
             return await asyncio.wrap_future(self.session.worker.submit(call))
 
@@ -46,8 +61,11 @@ class Decoder:
         """A turn. Raises Refusal if the queue is full, and for what goes wrong in the turn."""
         if self.pending > self.most:
             wait = max(1, math.ceil(self.pending * self.metrics.mean_seconds))
-            reason, headers = f"{self.most} requests wait already; try again in {wait} s", {"Retry-After": str(wait)}
-            raise Refusal(reason, 429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+            reason = f"{self.most} requests wait already; try again in {wait} s"
+            headers = {"Retry-After": str(wait)}
+            raise Refusal(
+                reason, 429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers
+            )
         self.pending += 1
         try:
             async with self._turn:
@@ -64,8 +82,10 @@ def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Gen
     told = 0.0
     if request.app != session.app:
         session.use(request.app)
-    ids, sampling = _ids(session, request), _sampling(session, request)
-    most, mode = request.max_tokens or session.engine.geometry.context, session.mode(speculate=True)
+    ids = _ids(session, request)
+    sampling = _sampling(session, request)
+    most = request.max_tokens or session.engine.geometry.context
+    mode = session.mode(speculate=True)
     runs = session.runs(ids, max_tokens=most, stop=request.stop, mode=mode, sampling=sampling)
     next(runs, None)
     try:
@@ -84,12 +104,19 @@ def _ids(session: Session, request: Request) -> list[int]:
     context = session.engine.geometry.context
     if request.messages is None:
         given = request.prompt
-        return session.tokenizer.encode(given, context, special=True) if isinstance(given, str) else list(given)
-    return session.prompt_ids(messages=request.messages, tools=request.tools, template=request.template)
+        return (
+            session.tokenizer.encode(given, context, special=True)
+            if isinstance(given, str)
+            else list(given)
+        )
+    return session.prompt_ids(
+        messages=request.messages, tools=request.tools, template=request.template
+    )
 
 
 def _sampling(session: Session, request: Request) -> Sampling:
-    asked, tokenizer = {**request.sampling, "logprobs": request.logprobs}, session.tokenizer
+    asked = {**request.sampling, "logprobs": request.logprobs}
+    tokenizer = session.tokenizer
     if request.tools:
         if (style := request.style(tokenizer.chat.template)) is None:
             raise InputError(NO_STYLE)

@@ -1,4 +1,6 @@
-"""What stands before an application: names, keys, sizes and times of requests, and what they are refused with."""
+"""What stands before an application: names, keys, sizes and times of requests, and what they are
+refused with.
+"""
 
 import asyncio
 import hmac
@@ -30,18 +32,24 @@ CONNECTIONS = 256
 LAST_WORDS_S = 5
 """How long answers may go on after Ctrl-C."""
 VERIFY = "/v1/verify/"
-INVALID, SERVER = "invalid_request_error", "server_error"
+INVALID = "invalid_request_error"
+SERVER = "server_error"
 DONE = b"data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 log = logging.getLogger(__name__)
 
 
 def json_of(value: Any) -> bytes:
-    """A value as JSON. Half a character, which JSON can name and UTF-8 cannot hold, is written as its escape."""
+    """A value as JSON.
+
+    Half a character, which JSON can name and UTF-8 cannot hold, is written as its escape.
+    """
     return _JSON.encode(value).encode("utf-8", "backslashreplace")
 
 
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(json_of(value), status, headers, "application/json")
 
 
@@ -52,7 +60,10 @@ def event(value: Any) -> bytes:
 
 @dataclass(eq=False)
 class Refusal(SSDeviceError):
-    """A request that is not answered. ``kind`` and ``code``: OpenAI's words; ``param``: the parameter at fault."""
+    """A request that is not answered.
+
+    ``kind`` and ``code``: OpenAI's words; ``param``: the parameter at fault.
+    """
 
     message: str
     status: int = 400
@@ -76,12 +87,21 @@ class Refusal(SSDeviceError):
         if isinstance(error, SSDeviceError):
             return cls(str(error), 500, kind=SERVER)
         log.error("a request failed", exc_info=error)  # its traceback is not for clients
-        return cls(f"the server failed ({type(error).__name__}); its log says more", 500, kind=SERVER)
+        return cls(
+            f"the server failed ({type(error).__name__}); its log says more", 500, kind=SERVER
+        )
 
     @property
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     @property
     def response(self) -> Response:
@@ -89,11 +109,19 @@ class Refusal(SSDeviceError):
 
 
 class Guard:
-    """Passes on requests that may ask, and counts responses. ``hosts``: names by which requests may call this machine,
-    None for any. ``key``: what they must bear, None for nothing."""
+    """Passes on requests that may ask, and counts responses.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, hosts: Collection[str] | None, key: str | None) -> None:
-        self.app, self.metrics, self.hosts, self.key = app, metrics, hosts, key
+    ``hosts``: names by which requests may call this machine, None for any. ``key``: what they must
+    bear, None for nothing.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, hosts: Collection[str] | None, key: str | None
+    ) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.hosts = hosts
+        self.key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request (ASGI)."""
@@ -120,28 +148,47 @@ class Guard:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         hosts = [host_name(host) for host in headers.getlist("host")]
         if self.hosts is not None and (len(hosts) != 1 or hosts[0] not in self.hosts):
-            raise Refusal(f"this server only answers to names of this machine: use http://{LOOPBACK}", 421)
+            raise Refusal(
+                f"this server only answers to names of this machine: use http://{LOOPBACK}", 421
+            )
         given = headers.get("authorization", "").encode()
-        if self.key is not None and path != HEALTH and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+        if (
+            self.key is not None
+            and path != HEALTH
+            and not hmac.compare_digest(given, f"Bearer {self.key}".encode())
+        ):
             scheme = {"WWW-Authenticate": "Bearer"}
-            raise Refusal("a key is needed: Authorization: Bearer KEY", 401, code="invalid_api_key", headers=scheme)
+            raise Refusal(
+                "a key is needed: Authorization: Bearer KEY",
+                401,
+                code="invalid_api_key",
+                headers=scheme,
+            )
         kind = BINARY if path.startswith(VERIFY) else "application/json"
         if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
-            # Pages of other sites may post forms and plain text to this machine without being asked.
+            # Pages of other sites may post forms and plain text to this machine without being
+            # asked.
             raise Refusal(f"the header Content-Type is to be {kind}", 415)
 
 
 async def content_of(http: Request) -> bytes:
-    """The content of a request. Raises Refusal if it is too large, comes too slowly, or not at all."""
+    """The content of a request.
+
+    Raises Refusal if it is too large, comes too slowly, or not at all.
+    """
     content = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in http.stream():
                 content += part
                 if len(content) > MAX_BODY:
-                    raise Refusal(f"a request has at most {MAX_BODY} bytes", 413, code="request_too_large")
+                    raise Refusal(
+                        f"a request has at most {MAX_BODY} bytes", 413, code="request_too_large"
+                    )
     except TimeoutError:
-        raise Refusal(f"the request was not sent whole in {BODY_S:g} s", 408, headers={"Connection": "close"}) from None
+        raise Refusal(
+            f"the request was not sent whole in {BODY_S:g} s", 408, headers={"Connection": "close"}
+        ) from None
     except ClientDisconnect:
         raise Refusal("the client left") from None
     return bytes(content)
@@ -152,8 +199,8 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # asyncio does so only where the listening socket names its protocol: an answer's content would wait up to
-        # 40 ms for the acknowledgement of its headers.
+        # asyncio does so only where the listening socket names its protocol: an answer's content
+        # would wait up to 40 ms for the acknowledgement of its headers.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > CONNECTIONS:
             transport.abort()
@@ -183,7 +230,17 @@ class Protocol(H11Protocol):
 
 
 def server(app: ASGIApp) -> Server:
-    return Server(Config(
-        app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=LAST_WORDS_S, proxy_headers=False,
-    ))  # fmt: skip
+    return Server(
+        Config(
+            app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(IDLE_S),
+            timeout_graceful_shutdown=LAST_WORDS_S,
+            proxy_headers=False,
+        )
+    )

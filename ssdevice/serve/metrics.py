@@ -8,14 +8,20 @@ from ssdevice.runtime.generation import Generation, Reason
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTERS: dict[str, tuple[str, Callable[[Generation], float]]] = {
     "prompt_tokens": ("Tokens of prompts.", lambda a: a.prompt_tokens),
-    "cached_tokens": ("Tokens of prompts that the KV cache held already.", lambda a: a.cached_tokens),
+    "cached_tokens": (
+        "Tokens of prompts that the KV cache held already.",
+        lambda a: a.cached_tokens,
+    ),
     "completion_tokens": ("Tokens of answers.", lambda a: len(a.tokens)),
     "steps": ("Calls of the model after an answer's first token.", lambda a: a.steps),
     "stepped_tokens": ("Tokens that these calls emitted.", lambda a: sum(a.accepted)),
     "prefill_seconds": ("Seconds until first tokens.", lambda a: a.prefill_seconds),
     "decode_seconds": ("Seconds of decoding after first tokens.", lambda a: a.decode_seconds),
     "answers": ("Answers, whole or cancelled.", lambda _: 1),
-    "cancelled": ("Answers whose clients went, or that failed.", lambda a: a.reason is Reason.CANCELLED),
+    "cancelled": (
+        "Answers whose clients went, or that failed.",
+        lambda a: a.reason is Reason.CANCELLED,
+    ),
 }
 """What is added up over all answers."""
 
@@ -32,7 +38,9 @@ class Metrics:
 
     @property
     def mean_seconds(self) -> float:
-        return (self.sums["prefill_seconds"] + self.sums["decode_seconds"]) / max(1, self.sums["answers"])
+        return (self.sums["prefill_seconds"] + self.sums["decode_seconds"]) / max(
+            1, self.sums["answers"]
+        )
 
     def text(self, pending: int) -> str:
         """The page ``/metrics``; ``pending``: requests that wait or are decoded."""
@@ -40,10 +48,18 @@ class Metrics:
         for name, (about, _) in COUNTERS.items():
             lines += _family(f"{name}_total", "counter", about, {"": self.sums[name]})
         per_step = self.sums["stepped_tokens"] / max(1, self.sums["steps"])
-        lines += _family("tokens_per_step", "gauge", "Tokens that a call emitted on average.", {"": per_step})
-        lines += _family("pending_requests", "gauge", "Requests that wait or are decoded.", {"": pending})
-        by_status = {f'{{status="{status}"}}': count for status, count in sorted(self.statuses.items())}
-        return "\n".join([*lines, *_family("responses_total", "counter", "HTTP responses.", by_status), ""])
+        lines += _family(
+            "tokens_per_step", "gauge", "Tokens that a call emitted on average.", {"": per_step}
+        )
+        lines += _family(
+            "pending_requests", "gauge", "Requests that wait or are decoded.", {"": pending}
+        )
+        by_status = {
+            f'{{status="{status}"}}': count for status, count in sorted(self.statuses.items())
+        }
+        return "\n".join(
+            [*lines, *_family("responses_total", "counter", "HTTP responses.", by_status), ""]
+        )
 
 
 def _family(name: str, kind: str, about: str, values: Mapping[str, float]) -> list[str]:

@@ -1,4 +1,6 @@
-"""What requests may call this machine, which is checked by every server here, and the socket that they come to."""
+"""What requests may call this machine, which is checked by every server here, and the socket that
+they come to.
+"""
 
 import errno
 import re
@@ -8,8 +10,9 @@ from ssdevice.errors import InputError
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost", "[::1]")
-"""Another name is that of a site whose address was changed to ours, so that its scripts could read what we serve (DNS
-rebinding)."""
+"""Another name is that of a site whose address was changed to ours, so that its scripts could read
+what we serve (DNS rebinding).
+"""
 
 
 def host_name(host: str) -> str:
@@ -18,10 +21,19 @@ def host_name(host: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket of a server. Raises InputError if it cannot have the address or the port (0: any free one)."""
+    """The socket of a server.
+
+    Raises InputError if it cannot have the address or the port (0: any free one).
+    """
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        why = "is taken; choose another (0: any free one)" if taken else f"on {host} cannot be used: {error.strerror}"
+        why = (
+            "is taken; choose another (0: any free one)"
+            if taken
+            else f"on {host} cannot be used: {error.strerror}"
+        )
         raise InputError(f"--port {port} {why}") from error

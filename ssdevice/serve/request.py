@@ -29,10 +29,14 @@ Check: TypeAlias = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What to decode: either ``messages`` with ``tools`` and ``template`` arguments, or a ``prompt``, text or ids.
-    ``sampling``: the fields of Sampling that were named, ``structure`` among them, and a seed if tokens are drawn.
-    ``forced``: functions of which the answer must call one. ``max_tokens``: None for what the context takes.
-    ``logprobs``: how many alternatives; None for no log-probabilities. ``usage``: whether a stream ends with it."""
+    """What to decode: either ``messages`` with ``tools`` and ``template`` arguments, or a
+    ``prompt``, text or ids.
+
+    ``sampling``: the fields of Sampling that were named, ``structure`` among them, and a seed if
+    tokens are drawn. ``forced``: functions of which the answer must call one. ``max_tokens``: None
+    for what the context takes. ``logprobs``: how many alternatives; None for no log-probabilities.
+    ``usage``: whether a stream ends with it.
+    """
 
     app: str
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -53,32 +57,50 @@ class Request:
         return Sampling.draws(self.sampling)
 
     def style(self, template: str | None) -> ToolStyle | None:
-        """How calls in the answer are written; None if there can be none, or in a form that is not read."""
-        return ToolStyle.forced(template) if self.forced else ToolStyle.of(template) if self.tools else None
+        """How calls in the answer are written; None if there can be none, or in a form that is not
+        read.
+        """
+        return (
+            ToolStyle.forced(template)
+            if self.forced
+            else ToolStyle.of(template)
+            if self.tools
+            else None
+        )
 
 
 def chat_request(content: bytes) -> Request:
     """The request of ``/v1/chat/completions``. Raises Refusal, InputError."""
     given = _parameters(content, CHAT, "messages")
     if "max_tokens" in given and "max_completion_tokens" in given:
-        raise Refusal("max_tokens and max_completion_tokens are one setting: give one of them", param="max_tokens")
+        raise Refusal(
+            "max_tokens and max_completion_tokens are one setting: give one of them",
+            param="max_tokens",
+        )
     alternatives = given.get("top_logprobs", 0)
     if alternatives and not given.get("logprobs"):
         raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
     tools, forced = _choice(given.get("tools", ()), given.get("tool_choice", "auto"))
     if tools and given.get("response_format"):
-        raise Refusal("response_format cannot go with tools; tool_choice: none leaves them out", param="tools")
+        raise Refusal(
+            "response_format cannot go with tools; tool_choice: none leaves them out", param="tools"
+        )
     return Request(
-        messages=given["messages"], tools=tools, forced=forced, template=given.get("chat_template_kwargs"),
+        messages=given["messages"],
+        tools=tools,
+        forced=forced,
+        template=given.get("chat_template_kwargs"),
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
-        logprobs=alternatives if given.get("logprobs") else None, **_common(given),
-    )  # fmt: skip
+        logprobs=alternatives if given.get("logprobs") else None,
+        **_common(given),
+    )
 
 
 def text_request(content: bytes) -> Request:
     """The request of ``/v1/completions``. Raises Refusal, InputError."""
     given = _parameters(content, TEXT, "prompt")
-    most, logprobs = given.get("max_tokens", COMPLETION_TOKENS), given.get("logprobs")
+    most = given.get("max_tokens", COMPLETION_TOKENS)
+    logprobs = given.get("logprobs")
     return Request(prompt=given["prompt"], max_tokens=most, logprobs=logprobs, **_common(given))
 
 
@@ -92,13 +114,17 @@ def _parameters(content: bytes, known: Mapping[str, Check], *needed: str) -> dic
         if value is None:
             continue
         if name not in known:
-            raise Refusal(strict_json.unknown_key(name, known), param=name[:60], code="unknown_parameter")
+            raise Refusal(
+                strict_json.unknown_key(name, known), param=name[:60], code="unknown_parameter"
+            )
         try:
             found[name] = known[name](name, value)
         except InputError as error:
             raise Refusal(str(error), param=name, code="invalid_value") from error
     if missing := [name for name in ("model", *needed) if name not in found]:
-        raise Refusal(f"{missing[0]} is missing", param=missing[0], code="missing_required_parameter")
+        raise Refusal(
+            f"{missing[0]} is missing", param=missing[0], code="missing_required_parameter"
+        )
     return found
 
 
@@ -108,11 +134,16 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
         sampling.setdefault("seed", random.randrange(DRAWN_SEEDS))
     if structure := given.get("response_format"):
         sampling["structure"] = structure
-    stream, options = given.get("stream", False), given.get("stream_options")
+    stream = given.get("stream", False)
+    options = given.get("stream_options")
     if options is not None and (not stream or options.keys() - {"include_usage"}):
-        raise Refusal("stream_options goes with stream: true, and has include_usage only", param="stream_options")
+        raise Refusal(
+            "stream_options goes with stream: true, and has include_usage only",
+            param="stream_options",
+        )
     usage = arguments.flag("include_usage", (options or {}).get("include_usage", False))
-    app, stop = given["model"], given.get("stop", ())
+    app = given["model"]
+    stop = given.get("stop", ())
     return {"app": app, "stop": stop, "sampling": sampling, "stream": stream, "usage": usage}
 
 
@@ -124,11 +155,23 @@ def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[
         raise Refusal("tool_choice needs tools", param="tool_choice")
     if choice == "required":
         return tools, tools
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    forced = [tool for tool in tools if isinstance(function, dict) and tool["function"]["name"] == function.get("name")]
+    function = (
+        choice.get("function")
+        if isinstance(choice, dict) and choice.get("type") == "function"
+        else None
+    )
+    forced = [
+        tool
+        for tool in tools
+        if isinstance(function, dict) and tool["function"]["name"] == function.get("name")
+    ]
     if not forced:
         names = ", ".join(tool["function"]["name"] for tool in tools)
-        raise Refusal(f"tool_choice names none of the functions {names}", param="tool_choice", code="invalid_value")
+        raise Refusal(
+            f"tool_choice names none of the functions {names}",
+            param="tool_choice",
+            code="invalid_value",
+        )
     return tools, forced
 
 
@@ -144,9 +187,13 @@ def _structure(name: str, value: Any) -> Structure | None:
     if kind == "json_object":
         return Structure.json_object()
     if kind != "json_schema":
-        raise InputError(f"{name}: type {str(kind)[:60]!r}, expected text, json_object or json_schema")
+        raise InputError(
+            f"{name}: type {str(kind)[:60]!r}, expected text, json_object or json_schema"
+        )
     described = arguments.mapping(f"{name}.json_schema", value.get("json_schema"))
-    return Structure.json_schema(arguments.mapping(f"{name}.json_schema.schema", described.get("schema")))
+    return Structure.json_schema(
+        arguments.mapping(f"{name}.json_schema.schema", described.get("schema"))
+    )
 
 
 def _bias(name: str, value: Any) -> dict[int, float]:
@@ -159,7 +206,11 @@ def _bias(name: str, value: Any) -> dict[int, float]:
 def _prompt(name: str, value: Any) -> str | list[int]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
-    return value if isinstance(value, str) else arguments.wholes(f"{name}, where it is not one text,", value)
+    return (
+        value
+        if isinstance(value, str)
+        else arguments.wholes(f"{name}, where it is not one text,", value)
+    )
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
@@ -174,7 +225,11 @@ def _only(neutral: Any) -> Check:
 
     def check(name: str, value: Any) -> None:
         if json.dumps(value) != json.dumps(neutral):
-            raise Refusal(f"{name} can only be {json.dumps(neutral)} here", param=name, code="unsupported_value")
+            raise Refusal(
+                f"{name} can only be {json.dumps(neutral)} here",
+                param=name,
+                code="unsupported_value",
+            )
 
     return check
 
@@ -182,14 +237,33 @@ def _only(neutral: Any) -> Check:
 _as_given: Check = lambda _, value: value  # noqa: E731
 _positive: Check = partial(arguments.whole, least=1)
 COMMON: dict[str, Check] = {
-    "model": arguments.text, "stream": arguments.flag, "stream_options": arguments.mapping, "max_tokens": _positive,
-    "stop": _stops, "logit_bias": _bias, "user": arguments.text, **dict.fromkeys(CHOICE, _as_given),
-    "n": _only(1), "best_of": _only(1), "echo": _only(False), "suffix": _only(""), "store": _only(False),
-    "parallel_tool_calls": _only(True), "service_tier": _only("auto"),
-}  # fmt: skip
+    "model": arguments.text,
+    "stream": arguments.flag,
+    "stream_options": arguments.mapping,
+    "max_tokens": _positive,
+    "stop": _stops,
+    "logit_bias": _bias,
+    "user": arguments.text,
+    **dict.fromkeys(CHOICE, _as_given),
+    "n": _only(1),
+    "best_of": _only(1),
+    "echo": _only(False),
+    "suffix": _only(""),
+    "store": _only(False),
+    "parallel_tool_calls": _only(True),
+    "service_tier": _only("auto"),
+}
 CHAT: dict[str, Check] = COMMON | {
-    "messages": _as_given, "max_completion_tokens": _positive, "logprobs": arguments.flag,
-    "top_logprobs": partial(arguments.whole, least=0, most=20), "response_format": _structure, "tools": _functions,
-    "tool_choice": _as_given, "chat_template_kwargs": arguments.mapping,
-}  # fmt: skip
-TEXT: dict[str, Check] = COMMON | {"prompt": _prompt, "logprobs": partial(arguments.whole, least=0, most=5)}
+    "messages": _as_given,
+    "max_completion_tokens": _positive,
+    "logprobs": arguments.flag,
+    "top_logprobs": partial(arguments.whole, least=0, most=20),
+    "response_format": _structure,
+    "tools": _functions,
+    "tool_choice": _as_given,
+    "chat_template_kwargs": arguments.mapping,
+}
+TEXT: dict[str, Check] = COMMON | {
+    "prompt": _prompt,
+    "logprobs": partial(arguments.whole, least=0, most=5),
+}

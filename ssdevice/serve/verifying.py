@@ -1,4 +1,6 @@
-"""The server's side of ``ssdevice.runtime.split``: a conversation for each device, continued where its drafts agree."""
+"""The server's side of ``ssdevice.runtime.split``: a conversation for each device, continued where
+its drafts agree.
+"""
 
 from collections import OrderedDict
 
@@ -12,33 +14,54 @@ from ssdevice.serve.guard import Refusal
 
 
 class Verifying:
-    """The conversations of at most ``most`` devices; a further one takes the place of the one that was idle longest.
-    Raises InputError for a bundle without a step."""
+    """The conversations of at most ``most`` devices; a further one takes the place of the one that
+    was idle longest.
+
+    Raises InputError for a bundle without a step.
+    """
 
     def __init__(self, session: Session, most: int) -> None:
         if STEP not in session.engine.functions:
-            raise InputError(f"--verify: {session.bundle.folder} has no {STEP} that verifies drafts; see export --tree")
-        self.session, self.most, self.limits = session, most, Limits.of(session.bundle)
+            raise InputError(
+                f"--verify: {session.bundle.folder} has no {STEP} that verifies drafts; see export --tree"
+            )
+        self.session = session
+        self.most = most
+        self.limits = Limits.of(session.bundle)
         self._held: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
 
     def answer(self, app: str, client: str, at: int, content: bytes) -> bytes:
-        """The tokens of one call: after a text whose first ``at`` tokens are held, or after one token with drafts.
-        Raises Refusal with UNKNOWN_TEXT if fewer are held, InputError for drafts that are too many or misplaced, and
-        ids that are no tokens. A refused request changes nothing."""
+        """The tokens of one call: after a text whose first ``at`` tokens are held, or after one
+        token with drafts.
+
+        Raises Refusal with UNKNOWN_TEXT if fewer are held, InputError for drafts that are too many
+        or misplaced, and ids that are no tokens. A refused request changes nothing.
+        """
         if len(client) != 32 or not set(client) <= set("0123456789abcdef"):
-            raise InputError(f"client {client[:60]!r}, expected 32 digits of a random number, in hexadecimal")
+            raise InputError(
+                f"client {client[:60]!r}, expected 32 digits of a random number, in hexadecimal"
+            )
         text, drafts = unpacked(content)
-        engine, conversation = self.session.engine_of(app), self._held.get((app, client))
+        engine = self.session.engine_of(app)
+        conversation = self._held.get((app, client))
         step = at > 0 and len(text) == 1
         if len(drafts) > (self.limits.drafts if step else 0):
             most = f"{self.limits.drafts}, after one token that follows a text"
-            raise InputError(f"{len(drafts)} drafts after {len(text)} tokens at {at}, expected at most {most}")
+            raise InputError(
+                f"{len(drafts)} drafts after {len(text)} tokens at {at}, expected at most {most}"
+            )
         check_prompt(engine.geometry, text, at)
         if drafts and max(drafts) >= engine.geometry.vocab:
-            raise InputError(f"draft {max(drafts)} is not one of the model's {engine.geometry.vocab} tokens")
+            raise InputError(
+                f"draft {max(drafts)} is not one of the model's {engine.geometry.vocab} tokens"
+            )
         held = 0 if conversation is None else conversation.length
         if at > held:
-            raise Refusal(f"{held} tokens of this client are held, not {at}", UNKNOWN_TEXT, code="unknown_text")
+            raise Refusal(
+                f"{held} tokens of this client are held, not {at}",
+                UNKNOWN_TEXT,
+                code="unknown_text",
+            )
         if conversation is None:
             if len(self._held) >= self.most:
                 self._held.popitem(last=False)

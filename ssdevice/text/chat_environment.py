@@ -1,8 +1,9 @@
-"""The sandbox of chat templates, and the process that renders them: a program of its own, see ``renderer``.
+"""The sandbox of chat templates, and the process that renders them: a program of its own, see
+``renderer``.
 
-Templates are programs that come with a model, so they run in jinja2's immutable sandbox with the names that Hugging
-Face templates may use. Requests and answers are lines of JSON. The system limits the process, so no expression of a
-template gets around it.
+Templates are programs that come with a model, so they run in jinja2's immutable sandbox with the
+names that Hugging Face templates may use. Requests and answers are lines of JSON. The system limits
+the process, so no expression of a template gets around it.
 """
 
 import datetime
@@ -30,7 +31,9 @@ class Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 class PublicNamespace(Namespace):
@@ -43,10 +46,16 @@ class PublicNamespace(Namespace):
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # jinja2's own filter escapes HTML, which would put \u003c into prompts.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -58,10 +67,14 @@ def _strftime_now(form: str) -> str:
 
 
 def environment() -> Environment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     made.filters["tojson"] = _tojson
     del made.globals["lipsum"]  # no part of what templates may use
-    made.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=PublicNamespace)
+    made.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=PublicNamespace
+    )
     return made
 
 
@@ -71,25 +84,37 @@ def _compiled(source: str) -> Template:
 
 
 def _read(source: str) -> dict[str, Any]:
-    """``constants``: texts in expressions; ``names``: what the template is given; ``members``: what it reads."""
+    """``constants``: texts in expressions; ``names``: what the template is given; ``members``: what
+    it reads.
+    """
     made = environment()
     tree = made.parse(source)
-    found = dict.fromkeys(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+    found = dict.fromkeys(
+        node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
+    )
     members = {node.attr for node in tree.find_all(nodes.Getattr)}
     names = meta.find_undeclared_variables(tree) - made.globals.keys()
     return {"constants": list(found), "names": sorted(names), "members": sorted(members)}
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
-    """``invalid``: the reason; or the result of ``_read``; or ``texts``: by conversation a text, or why it is refused.
-    ``last``: whether this process should stop. After a MemoryError Python 3.11 was seen in disorder."""
+    """``invalid``: the reason; or the result of ``_read``; or ``texts``: by conversation a text, or
+    why it is refused.
+
+    ``last``: whether this process should stop. After a MemoryError Python 3.11 was seen in
+    disorder.
+    """
     source = request["template"]
     try:
         template = _compiled(source)
         if request["conversations"] is None:
             return {**_read(source), "last": False}
-    except Exception as error:  # what jinja2 and Python's compiler raise for damaged and for deeply nested sources
-        what = "" if isinstance(error, MemoryError) else "it is not valid jinja2: "  # constants are computed here
+    except (
+        Exception
+    ) as error:  # what jinja2 and Python's compiler raise for damaged and for deeply nested sources
+        what = (
+            "" if isinstance(error, MemoryError) else "it is not valid jinja2: "
+        )  # constants are computed here
         line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
         return {"invalid": what + _reason(error) + line, "last": True}
     texts = [_rendered(template, request["names"], *given) for given in request["conversations"]]
@@ -106,7 +131,11 @@ def _rendered(
     except Exception as error:  # anything that a template's own expressions can raise
         return None, _reason(error), not isinstance(error, TemplateError)
     if len(text) > MAX_CHARS:
-        return None, f"it makes a prompt of {len(text)} characters, at most {MAX_CHARS} are allowed", False
+        return (
+            None,
+            f"it makes a prompt of {len(text)} characters, at most {MAX_CHARS} are allowed",
+            False,
+        )
     return text, None, False
 
 
@@ -117,16 +146,27 @@ def _reason(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer requests until there are no more. Arguments: seconds of processor time for each, bytes of memory."""
+    """Answer requests until there are no more.
+
+    Arguments: seconds of processor time for each, bytes of memory.
+    """
     import signal
 
-    seconds, memory = float(sys.argv[1]), int(sys.argv[2])
+    seconds = float(sys.argv[1])
+    memory = int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
-    set_timer, kind = getattr(signal, "setitimer", lambda *_: None), getattr(signal, "ITIMER_PROF", 0)
-    with suppress(ImportError):  # where a system has no such limits, the parent still ends what takes too long
+    set_timer = getattr(signal, "setitimer", lambda *_: None)
+    kind = getattr(signal, "ITIMER_PROF", 0)
+    with suppress(
+        ImportError
+    ):  # where a system has no such limits, the parent still ends what takes too long
         import resource
 
-        for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+        for limit, most in (
+            (resource.RLIMIT_AS, memory),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_FSIZE, 0),
+        ):
             with suppress(OSError, ValueError):
                 resource.setrlimit(limit, (most, most))
     for line in sys.stdin.buffer:

@@ -1,4 +1,6 @@
-"""The chat format of a model: its template, special tokens and stop tokens, and the text of a conversation."""
+"""The chat format of a model: its template, special tokens and stop tokens, and the text of a
+conversation.
+"""
 
 import functools
 import json
@@ -12,7 +14,16 @@ from tokenizers import Tokenizer
 
 from ssdevice.config import read_json
 from ssdevice.errors import ConfigError, InputError, TemplateRefusal
-from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Conversation, Frame, Frames, Message, Trim, frames_of
+from ssdevice.text.frames import (
+    NO_CONVERSATIONS,
+    NO_PROMPTS,
+    Conversation,
+    Frame,
+    Frames,
+    Message,
+    Trim,
+    frames_of,
+)
 from ssdevice.text.renderer import Renderer
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -21,7 +32,9 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 MAX_TEMPLATE_CHARS = 1 << 20
-PLAIN_PROMPT = "the model has no chat template: a prompt is given to it as it is, after an app's instruction"
+PLAIN_PROMPT = (
+    "the model has no chat template: a prompt is given to it as it is, after an app's instruction"
+)
 PROBE = "probe"
 OWN_NAMES = ("messages", "add_generation_prompt")
 """What every template is given."""
@@ -33,12 +46,14 @@ NAME = "name"
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What a bundle keeps of a model's chat format: frames, and a template where frames do not say all.
+    """What a bundle keeps of a model's chat format: frames, and a template where frames do not say
+    all.
 
-    ``template``: jinja2 source; None if ``frames`` are all of it. ``special_tokens``: names such as ``bos_token`` and
-    their text, for the template. ``stop_ids``: tokens that end an answer. ``variables``: further values for the
-    template, such as ``{"enable_thinking": False}``. ``frames``: of whole conversations or, beside a template, of one
-    question, for hosts without jinja2.
+    ``template``: jinja2 source; None if ``frames`` are all of it. ``special_tokens``: names such as
+    ``bos_token`` and their text, for the template. ``stop_ids``: tokens that end an answer.
+    ``variables``: further values for the template, such as ``{"enable_thinking": False}``.
+    ``frames``: of whole conversations or, beside a template, of one question, for hosts without
+    jinja2.
     """
 
     template: str | None
@@ -49,9 +64,13 @@ class ChatFormat:
 
     def __post_init__(self) -> None:
         if self.template is not None and len(self.template) > MAX_TEMPLATE_CHARS:
-            raise ConfigError(f"the chat template has {len(self.template)} characters, at most {MAX_TEMPLATE_CHARS}")
+            raise ConfigError(
+                f"the chat template has {len(self.template)} characters, at most {MAX_TEMPLATE_CHARS}"
+            )
         if self.template is None and not self.whole:
-            raise ConfigError("the chat format has no template, and no frames of whole conversations")
+            raise ConfigError(
+                "the chat format has no template, and no frames of whole conversations"
+            )
         for stop in self.stop_ids:
             if type(stop) is not int or stop < 0:
                 raise ConfigError(f"stop token id {stop!r} is not a whole number of 0 or more")
@@ -63,7 +82,10 @@ class ChatFormat:
 
     @property
     def writer(self) -> "Frames | ChatTemplate":
-        """What makes the text of a conversation. Raises ConfigError for a template that is not valid."""
+        """What makes the text of a conversation.
+
+        Raises ConfigError for a template that is not valid.
+        """
         return self.frames if self.frames is not None and self.whole else ChatTemplate(self)
 
     @property
@@ -80,34 +102,51 @@ class ChatFormat:
         names = json.dumps({**self.special_tokens, **self.variables}, sort_keys=True)
         frames, reads = _frames(self.template, names)
         found = replace(self, frames=frames)
-        return ChatFormat(None, {}, self.stop_ids, {}, frames) if found.whole and not reads else found
+        return (
+            ChatFormat(None, {}, self.stop_ids, {}, frames) if found.whole and not reads else found
+        )
 
 
 class ChatTemplate:
-    """A chat template, rendered by another process under limits. Raises ConfigError for one that is not valid."""
+    """A chat template, rendered by another process under limits.
+
+    Raises ConfigError for one that is not valid.
+    """
 
     def __init__(self, chat: ChatFormat) -> None:
         # Of its own: what a hostile template does to Python must not reach another's prompts.
         self._renderer = Renderer()
-        # At exit the system ends it, since its input ends: another thread may still be waiting for it.
+        # At exit the system ends it, since its input ends: another thread may still be waiting for
+        # it.
         weakref.finalize(self, self._renderer.close).atexit = False
         self._template = chat.template
         self._names = {**chat.special_tokens, **chat.variables}
         read = self._ask(None)
         self.constants: list[str] = read["constants"]
-        self.names = {name for name in read["names"] if name not in OWN_NAMES and not name.endswith("_token")}
+        self.names = {
+            name for name in read["names"] if name not in OWN_NAMES and not name.endswith("_token")
+        }
         """What it may be given besides messages and special tokens."""
         self.keys = (OF_TOOLS | {NAME}) & {*self.constants, *read["members"]}
         """What it reads of messages beyond roles and contents."""
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, values: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        values: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation; ``values``: of ``names``. Raises TemplateRefusal, InputError for other names."""
+        """The text of a conversation; ``values``: of ``names``.
+
+        Raises TemplateRefusal, InputError for other names.
+        """
         needed = {key for message in messages for key in message if key in OF_TOOLS} - self.keys
         for name in sorted(needed | ({*(values or {})} - self.names)):
             reads = ", ".join(sorted(self.names | self.keys)) or "roles and contents"
-            raise InputError(f"the model's chat template does not read {name[:60]!r}; it reads {reads}")
+            raise InputError(
+                f"the model's chat template does not read {name[:60]!r}; it reads {reads}"
+            )
         ((text, reason),) = self._ask([(messages, add_generation_prompt)], values)["texts"]
         if text is None:
             roles = ", ".join(message["role"] for message in messages)
@@ -118,10 +157,18 @@ class ChatTemplate:
         """The texts of several conversations, None for those that the template refuses."""
         return [text for text, _ in self._ask(conversations)["texts"]]
 
-    def _ask(self, conversations: Sequence[Conversation] | None, values: Mapping[str, Any] | None = None) -> Any:
-        given = None if conversations is None else [([*map(dict, said)], opened) for said, opened in conversations]
+    def _ask(
+        self, conversations: Sequence[Conversation] | None, values: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = (
+            None
+            if conversations is None
+            else [([*map(dict, said)], opened) for said, opened in conversations]
+        )
         names = {**self._names, **(values or {})}
-        answer = self._renderer.ask({"template": self._template, "names": names, "conversations": given})
+        answer = self._renderer.ask(
+            {"template": self._template, "names": names, "conversations": given}
+        )
         if "invalid" in answer:
             raise ConfigError(f"the chat template cannot be used: {answer['invalid']}")
         return answer
@@ -131,32 +178,55 @@ class ChatTemplate:
 def _frames(template: str, names: str) -> tuple[Frames | None, bool]:
     """The frames of a template, and whether it reads more than they are given."""
     rendered = ChatTemplate(ChatFormat(template, {}, (), json.loads(names)))
-    return frames_of(template, rendered.constants, rendered.render_all), bool(rendered.names or rendered.keys)
+    return frames_of(template, rendered.constants, rendered.render_all), bool(
+        rendered.names or rendered.keys
+    )
 
 
 def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
-    """Frames for prompts without marks, which have the ids that the tokenizer itself gives a text. Every message is on
-    its own line, but an answer follows its prompt directly: the model continues the text. Special tokens that the
-    tokenizer puts before a text are in the frames, those behind are not. Raises ConfigError if no frames give these
-    ids."""
+    """Frames for prompts without marks, which have the ids that the tokenizer itself gives a text.
+
+    Every message is on its own line, but an answer follows its prompt directly: the model continues
+    the text. Special tokens that the tokenizer puts before a text are in the frames, those behind
+    are not. Raises ConfigError if no frames give these ids.
+    """
     whole = tokenizer.encode(PROBE)
     words = [i for i, special in enumerate(whole.special_tokens_mask) if not special] or [0]
     opening = "".join(whole.tokens[: words[0]])
-    # Tokenizers that begin a text with a space do so only at its very beginning, which a special token takes from them.
+    # Tokenizers that begin a text with a space do so only at its very beginning, which a special
+    # token takes from them.
     for space, trim in (("", Trim.NONE), (" ", Trim.SPACE)):
         ids = tokenizer.encode(f"{opening}{space}{PROBE}", add_special_tokens=False).ids
         if ids and ids == whole.ids[: words[-1] + 1]:
-            first, line = Frame(opening + space, "", trim), Frame("\n", "")
-            return Frames(first, system=first, after_system=line, user=line, assistant=Frame("", ""), answer="")
+            first = Frame(opening + space, "", trim)
+            line = Frame("\n", "")
+            return Frames(
+                first,
+                system=first,
+                after_system=line,
+                user=line,
+                assistant=Frame("", ""),
+                answer="",
+            )
     what = "no chat template, and none can be made that begins a prompt as its tokenizer does"
-    raise ConfigError(f"{folder}: {what}; write the model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}")
+    raise ConfigError(
+        f"{folder}: {what}; write the model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}"
+    )
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """``eos_token_id`` of ``generation_config.json``, else of ``config.json``; empty if neither names one."""
-    generation, config = (read_object(folder / file) for file in (GENERATION_CONFIG_FILE, CONFIG_FILE))
+    """``eos_token_id`` of ``generation_config.json``, else of ``config.json``; empty if neither
+    names one.
+    """
+    generation, config = (
+        read_object(folder / file) for file in (GENERATION_CONFIG_FILE, CONFIG_FILE)
+    )
     inner = config.get("text_config")
-    for file, entries in ((GENERATION_CONFIG_FILE, generation), (CONFIG_FILE, config), (CONFIG_FILE, inner)):
+    for file, entries in (
+        (GENERATION_CONFIG_FILE, generation),
+        (CONFIG_FILE, config),
+        (CONFIG_FILE, inner),
+    ):
         ids = entries.get("eos_token_id") if isinstance(entries, dict) else None
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]

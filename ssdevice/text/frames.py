@@ -1,4 +1,7 @@
-"""Prompt frames: the texts that a chat template puts around messages. Every host joins them; none has to run jinja2."""
+"""Prompt frames: the texts that a chat template puts around messages.
+
+Every host joins them; none has to run jinja2.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +20,9 @@ Render = Callable[[Sequence[Conversation]], list[str | None]]
 
 
 class Trim(StrEnum):
-    """Which blanks of a content are left out: Unicode's, as ``str.strip`` knows them, or one leading space."""
+    """Which blanks of a content are left out: Unicode's, as ``str.strip`` knows them, or one
+    leading space.
+    """
 
     NONE = "none"
     SPACE = "space"
@@ -27,9 +32,12 @@ class Trim(StrEnum):
 
 
 TRIMMED: dict[Trim, Callable[[str], str]] = {
-    Trim.NONE: str, Trim.LEFT: str.lstrip, Trim.RIGHT: str.rstrip, Trim.BOTH: str.strip,
+    Trim.NONE: str,
+    Trim.LEFT: str.lstrip,
+    Trim.RIGHT: str.rstrip,
+    Trim.BOTH: str.strip,
     Trim.SPACE: lambda content: content.removeprefix(" "),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,15 @@ class Frame:
 
 @dataclass(frozen=True)
 class Frames:
-    """A chat template as texts: a conversation is a system message or none, then user and assistant in turn.
+    """A chat template as texts: a conversation is a system message or none, then user and assistant
+    in turn.
 
-    ``first``: around a user's message that begins the conversation, with all that precedes it (``bos_token``, a default
-    system message). ``system``, ``after_system``: around a system message and the user's message after it; None if the
-    template takes none. ``user``, ``assistant``: around other messages; None in frames for one question. ``answer``:
-    opens the next answer; ``closed``: ends a conversation without one, as in training. ``empty_system``: whether an
-    empty system message is written or left out.
+    ``first``: around a user's message that begins the conversation, with all that precedes it
+    (``bos_token``, a default system message). ``system``, ``after_system``: around a system message
+    and the user's message after it; None if the template takes none. ``user``, ``assistant``:
+    around other messages; None in frames for one question. ``answer``: opens the next answer;
+    ``closed``: ends a conversation without one, as in training. ``empty_system``: whether an empty
+    system message is written or left out.
     """
 
     first: Frame
@@ -65,19 +75,25 @@ class Frames:
     closed: str = ""
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation. Raises TemplateRefusal for a role without a frame at its place, InputError for a
-        user's message without words: templates treat it differently."""
+        """The text of a conversation.
+
+        Raises TemplateRefusal for a role without a frame at its place, InputError for a user's
+        message without words: templates treat it differently.
+        """
         text = ""
         places = {"system": self.system, "user": self.first}
         for number, message in enumerate(messages, 1):
-            role, content = message["role"], message["content"]
+            role = message["role"]
+            content = message["content"]
             if (frame := places.get(role)) is None:
                 place = f"message {number} of a conversation"
                 raise TemplateRefusal(f"the chat template takes no {role} message as {place}")
             if role == "user" and not content.strip():
                 raise InputError(f"message {number} of the conversation is empty")
             if role != "system":
-                places = {"user": self.user} if role == "assistant" else {"assistant": self.assistant}
+                places = (
+                    {"user": self.user} if role == "assistant" else {"assistant": self.assistant}
+                )
             elif content or self.empty_system:
                 places = {"user": self.after_system}
             else:
@@ -97,9 +113,19 @@ LONG = 21
 """Turns of the longest conversation that is tried."""
 BLANKS = " \n\u2003"
 CONTENTS = (
-    "some words", "", " ", "  leading", "trailing \n", f"{BLANKS}around\u00a0\t\r\n", "\n\nlines\n\n\nand\r\nlines\n",
-    "\x1c\ufeffodd\x85", "{{ x }} {% y %}", "<b>&amp; 'a' \"b\"\\n", "你好 🙂", "long " * 1000,
-)  # fmt: skip
+    "some words",
+    "",
+    " ",
+    "  leading",
+    "trailing \n",
+    f"{BLANKS}around\u00a0\t\r\n",
+    "\n\nlines\n\n\nand\r\nlines\n",
+    "\x1c\ufeffodd\x85",
+    "{{ x }} {% y %}",
+    "<b>&amp; 'a' \"b\"\\n",
+    "你好 🙂",
+    "long " * 1000,
+)
 DATES = "strftime_now"
 NO_FRAMES = (
     "its chat template is more than texts around messages, which is all that this host can write: use the Python "
@@ -113,25 +139,38 @@ NO_PROMPTS = "the chat template is more than texts around messages: only the Pyt
 
 
 def frames_of(template: str, constants: Sequence[str], render: Render) -> Frames | None:
-    """The frames that give the same texts as a template, also with the texts in it (``constants``) as contents. They
-    are for whole conversations, else for one question (``user`` is None); None if the template looks into messages,
-    changes them, or writes the date."""
+    """The frames that give the same texts as a template, also with the texts in it (``constants``)
+    as contents.
+
+    They are for whole conversations, else for one question (``user`` is None); None if the template
+    looks into messages, changes them, or writes the date.
+    """
     if DATES in template or len(constants) > MAX_CONSTANTS:
         return None
     frames = _derived(render)
     for candidate in (frames, frames and replace(frames, user=None, assistant=None)):
-        if candidate is not None and all(_agree(candidate, render, batch) for batch in _batches(constants, candidate)):
+        if candidate is not None and all(
+            _agree(candidate, render, batch) for batch in _batches(constants, candidate)
+        ):
             return candidate
     return None
 
 
 SYSTEM, USER, ANSWER, AGAIN = (
     {"role": role, "content": f"Xthe{place}X"}
-    for role, place in (("system", "system"), ("user", "user"), ("assistant", "answer"), ("user", "again"))
+    for role, place in (
+        ("system", "system"),
+        ("user", "user"),
+        ("assistant", "answer"),
+        ("user", "again"),
+    )
 )
 PLACES: dict[str, Sequence[Message]] = {
-    "first": (USER,), "assistant": (USER, ANSWER), "user": (USER, ANSWER, AGAIN), "after_system": (SYSTEM, USER),
-}  # fmt: skip
+    "first": (USER,),
+    "assistant": (USER, ANSWER),
+    "user": (USER, ANSWER, AGAIN),
+    "after_system": (SYSTEM, USER),
+}
 """Frame -> a conversation whose last message it is around."""
 
 
@@ -160,7 +199,11 @@ def _derived(render: Render) -> Frames | None:
     for name, messages in [*PLACES.items(), ("system", (SYSTEM, USER))]:
         frames = _trimmed(frames, name, messages, render)
     nothing = [{**SYSTEM, "content": ""}, USER]
-    return frames if _agree(frames, render, [(nothing, False)]) else replace(frames, empty_system=False)
+    return (
+        frames
+        if _agree(frames, render, [(nothing, False)])
+        else replace(frames, empty_system=False)
+    )
 
 
 def _between(known: str | None, message: Message, text: str | None) -> Frame | None:
@@ -185,7 +228,9 @@ def _trimmed(frames: Frames, name: str, messages: Sequence[Message], render: Ren
 
 
 def _agree(frames: Frames, render: Render, conversations: Sequence[Conversation]) -> bool:
-    return render(conversations) == [_rendered(frames, *conversation) for conversation in conversations]
+    return render(conversations) == [
+        _rendered(frames, *conversation) for conversation in conversations
+    ]
 
 
 def _rendered(frames: Frames, messages: Sequence[Message], opened: bool) -> str | None:
@@ -196,9 +241,14 @@ def _rendered(frames: Frames, messages: Sequence[Message], opened: bool) -> str 
 
 
 def _batches(constants: Sequence[str], frames: Frames) -> Iterator[list[Conversation]]:
-    """Conversations to compare: 1 to 3 turns and a long one, with and without a system message, opened and not."""
+    """Conversations to compare: 1 to 3 turns and a long one, with and without a system message,
+    opened and not.
+    """
     pairs = zip(constants, [*constants[1:], ""], strict=False)
-    contents = [*CONTENTS, *(text for one, other in pairs for text in (one, f"x{one}y", f"{one}x{other}"))]
+    contents = [
+        *CONTENTS,
+        *(text for one, other in pairs for text in (one, f"x{one}y", f"{one}x{other}")),
+    ]
     sizes = (1,) if frames.user is None else (1, 2, 3, 4, 5)
     found: list[Conversation] = []
     for number, content in enumerate(contents):
@@ -213,8 +263,13 @@ def _batches(constants: Sequence[str], frames: Frames) -> Iterator[list[Conversa
 
 def _conversations(said: Sequence[str], sizes: Sequence[int]) -> Iterator[Conversation]:
     system = {"role": "system", "content": said[0]}
-    talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said[1:])]
-    talk = [USER if message["role"] == "user" and not message["content"].strip() else message for message in talk]
+    talk = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said[1:])
+    ]
+    talk = [
+        USER if message["role"] == "user" and not message["content"].strip() else message
+        for message in talk
+    ]
     for size in sizes:
         for messages in (talk[:size], [system, *talk[:size]]):
             yield messages, False

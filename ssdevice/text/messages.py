@@ -10,17 +10,31 @@ from ssdevice import arguments, strict_json
 from ssdevice.errors import ContextOverflowError, InputError
 from ssdevice.text.frames import Message
 
-SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
-CALLS, CALL_ID = "tool_calls", "tool_call_id"
+SYSTEM = "system"
+USER = "user"
+ASSISTANT = "assistant"
+TOOL = "tool"
+CALLS = "tool_calls"
+CALL_ID = "tool_call_id"
 CALLED = "tool calls"
 FOLLOWS = {
-    "": (SYSTEM, USER), SYSTEM: (USER,), USER: (ASSISTANT,), ASSISTANT: (USER,), CALLED: (TOOL,),
+    "": (SYSTEM, USER),
+    SYSTEM: (USER,),
+    USER: (ASSISTANT,),
+    ASSISTANT: (USER,),
+    CALLED: (TOOL,),
     TOOL: (TOOL, ASSISTANT),
-}  # fmt: skip
+}
 """A role, or an assistant's tool calls -> the roles that may come after."""
-KEYS = {SYSTEM: ("name",), USER: ("name",), ASSISTANT: ("name", CALLS, "reasoning_content"), TOOL: ("name", CALL_ID)}
+KEYS = {
+    SYSTEM: ("name",),
+    USER: ("name",),
+    ASSISTANT: ("name", CALLS, "reasoning_content"),
+    TOOL: ("name", CALL_ID),
+}
 """A role -> the keys that its messages may have besides role and content."""
-ERROR, DROP_OLDEST = "error", "drop-oldest"
+ERROR = "error"
+DROP_OLDEST = "drop-oldest"
 OVERFLOWS = (ERROR, DROP_OLDEST)
 """What becomes of a conversation that outgrows the context."""
 OF_HOST = ("messages", "add_generation_prompt", "tools")
@@ -29,19 +43,27 @@ OF_HOST = ("messages", "add_generation_prompt", "tools")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation and what its template is given: ``tools`` (JSON schemas) and further ``template`` arguments.
-    Messages of the user are without an app's instruction."""
+    """A conversation and what its template is given: ``tools`` (JSON schemas) and further
+    ``template`` arguments.
+
+    Messages of the user are without an app's instruction.
+    """
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def given(self, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any] | None) -> Self:
-        """With these tools and template arguments, if any. Raises InputError for what JSON cannot hold."""
+        """With these tools and template arguments, if any.
+
+        Raises InputError for what JSON cannot hold.
+        """
         schemas = [dict(tool) for tool in arguments.objects("tools", tools)]
         for name in arguments.mapping("template", {} if template is None else template):
             if arguments.text("a name in template", name) in OF_HOST:
-                raise InputError(f"template: {name!r} is no argument of it; give it as an option of its own")
+                raise InputError(
+                    f"template: {name!r} is no argument of it; give it as an option of its own"
+                )
         values = self.template if template is None else _json("template", dict(template))
         return replace(self, tools=tuple(_json("tools", schemas)) or self.tools, template=values)
 
@@ -50,7 +72,9 @@ class Chat:
         if system is None:
             return self
         rest = self.messages[self.messages[:1] != () and self.messages[0]["role"] == SYSTEM :]
-        return replace(self, messages=({"role": SYSTEM, "content": arguments.text("system", system)}, *rest))
+        return replace(
+            self, messages=({"role": SYSTEM, "content": arguments.text("system", system)}, *rest)
+        )
 
     def asked(self, prompt: str) -> Self:
         """With the user's next message. Raises InputError for one without words."""
@@ -66,9 +90,13 @@ class Chat:
         return [at for at, message in enumerate(self.messages) if message["role"] == USER]
 
     def without(self, turns: int) -> Self:
-        """Without the oldest turns, each a user's message and all up to the next one; the system message stays."""
+        """Without the oldest turns, each a user's message and all up to the next one; the system
+        message stays.
+        """
         starts = self.turns
-        return replace(self, messages=(*self.messages[: starts[0]], *self.messages[starts[turns] :]))
+        return replace(
+            self, messages=(*self.messages[: starts[0]], *self.messages[starts[turns] :])
+        )
 
 
 def requested(
@@ -79,10 +107,15 @@ def requested(
     tools: Sequence[Mapping[str, Any]],
     template: Mapping[str, Any] | None,
 ) -> Chat:
-    """What is to be answered: the next ``prompt`` of the conversation ``before``, or the whole conversation
-    ``messages``. Other arguments that are given replace those of ``before``. Raises InputError."""
+    """What is to be answered: the next ``prompt`` of the conversation ``before``, or the whole
+    conversation ``messages``.
+
+    Other arguments that are given replace those of ``before``. Raises InputError.
+    """
     if (prompt is None) == (messages is None):
-        raise InputError("give either the prompt, the user's next message, or messages, a whole conversation")
+        raise InputError(
+            "give either the prompt, the user's next message, or messages, a whole conversation"
+        )
     if messages is not None:
         before = Chat(checked(messages))
         if system is not None and before.messages[0]["role"] == SYSTEM:
@@ -94,14 +127,21 @@ def requested(
 def fitting(
     chat: Chat, ids_of: Callable[[Chat], list[int]], context: int, overflow: str, max_tokens: int
 ) -> tuple[list[int], Chat]:
-    """The tokens of a conversation, and what is left of it with DROP_OLDEST, which makes it fit together with its
-    answer. The answer has room for ``max_tokens``, at most half of the context. As few turns as possible are dropped,
-    the oldest first, but never the last one. Raises InputError for another ``overflow``."""
+    """The tokens of a conversation, and what is left of it with DROP_OLDEST, which makes it fit
+    together with its answer.
+
+    The answer has room for ``max_tokens``, at most half of the context. As few turns as possible
+    are dropped, the oldest first, but never the last one. Raises InputError for another
+    ``overflow``.
+    """
     if overflow not in OVERFLOWS:
-        raise InputError(f"overflow is {repr(overflow)[:60]}, expected {' or '.join(map(repr, OVERFLOWS))}")
+        raise InputError(
+            f"overflow is {repr(overflow)[:60]}, expected {' or '.join(map(repr, OVERFLOWS))}"
+        )
     if overflow == ERROR:
         return ids_of(chat), chat
-    room, most = min(max_tokens, context // 2), len(chat.turns) - 1
+    room = min(max_tokens, context // 2)
+    most = len(chat.turns) - 1
     found: dict[int, list[int]] = {}
 
     def fits(turns: int) -> bool:
@@ -117,15 +157,20 @@ def fitting(
     return found[turns] if turns in found else ids_of(kept), kept
 
 
-ANSWERED, WAITING = (USER, TOOL), ("", SYSTEM, ASSISTANT)
+ANSWERED = (USER, TOOL)
+WAITING = ("", SYSTEM, ASSISTANT)
 """What a conversation ends with that the model is to answer, and one in which the user speaks next."""
 
 
 def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...]:
-    """The messages of a conversation, as templates take them. ``ends``: ANSWERED or WAITING. A content is a string, or
-    a list of text parts, which become lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it.
-    Raises InputError for another form or order."""
-    last, ids = "", set[str]()
+    """The messages of a conversation, as templates take them.
+
+    ``ends``: ANSWERED or WAITING. A content is a string, or a list of text parts, which become
+    lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it. Raises InputError
+    for another form or order.
+    """
+    last = ""
+    ids = set[str]()
     found = []
     for number, given in enumerate(arguments.objects("messages", messages)):
         where = f"messages[{number}]"
@@ -133,16 +178,22 @@ def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...
         role = message["role"]
         if role not in FOLLOWS[last]:
             place = f"come after {last!r}" if last else "be the first"
-            raise InputError(f"{where}: role {role!r} cannot {place}; expected {' or '.join(FOLLOWS[last])}")
+            raise InputError(
+                f"{where}: role {role!r} cannot {place}; expected {' or '.join(FOLLOWS[last])}"
+            )
         if role == TOOL and ids and message.get(CALL_ID, "") not in ids:
-            raise InputError(f"{where}: {CALL_ID} {message.get(CALL_ID)!r} is none of the calls {', '.join(ids)}")
+            raise InputError(
+                f"{where}: {CALL_ID} {message.get(CALL_ID)!r} is none of the calls {', '.join(ids)}"
+            )
         if calls := message.get(CALLS):
             ids = {call["id"] for call in calls if "id" in call}
         last = CALLED if calls else role
         found.append(message)
     if last not in ends:
         what = f"ends with {last!r}" if last else "is empty"
-        raise InputError(f"messages {what}; the last one must be of role {' or '.join(filter(None, ends))}")
+        raise InputError(
+            f"messages {what}; the last one must be of role {' or '.join(filter(None, ends))}"
+        )
     return tuple(found)
 
 
@@ -151,14 +202,21 @@ def _message(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     role = given.get("role")
     if not isinstance(role, str) or role not in KEYS:
         raise InputError(f"{where}: role {repr(role)[:60]}, expected {', '.join(KEYS)}")
-    message: dict[str, Any] = {"role": role, "content": _content(f"{where}: content", given.get("content"), role)}
+    message: dict[str, Any] = {
+        "role": role,
+        "content": _content(f"{where}: content", given.get("content"), role),
+    }
     for key, value in given.items():
         if key in message or value is None or value == []:
             continue
         if key not in KEYS[role]:
             known = ("role", "content", *KEYS[role])
             raise InputError(f"{where}: {strict_json.unknown_key(str(key), known)}")
-        message[key] = _calls(f"{where}: {key}", value) if key == CALLS else arguments.text(f"{where}: {key}", value)
+        message[key] = (
+            _calls(f"{where}: {key}", value)
+            if key == CALLS
+            else arguments.text(f"{where}: {key}", value)
+        )
     if not message["content"].strip() and role == USER:
         raise InputError(f"{where}: the message of the user is empty")
     return message
@@ -169,8 +227,12 @@ def _content(what: str, value: Any, role: str) -> str:
         return "" if value is None and role == ASSISTANT else arguments.text(what, value)
     for number, part in enumerate(arguments.objects(what, value)):
         if (kind := part.get("type")) != "text":
-            raise InputError(f"{what}[{number}]: a part of type {repr(kind)[:60]}; the model reads text only")
-    return "\n".join(arguments.text(f"{what}[{i}]: text", part.get("text")) for i, part in enumerate(value))
+            raise InputError(
+                f"{what}[{number}]: a part of type {repr(kind)[:60]}; the model reads text only"
+            )
+    return "\n".join(
+        arguments.text(f"{what}[{i}]: text", part.get("text")) for i, part in enumerate(value)
+    )
 
 
 def _calls(what: str, value: Any) -> list[Any]:

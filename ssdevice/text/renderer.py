@@ -1,4 +1,6 @@
-"""Renders chat templates in a process of its own that is killed when a template takes too long or too much."""
+"""Renders chat templates in a process of its own that is killed when a template takes too long or
+too much.
+"""
 
 import json
 import os
@@ -19,25 +21,35 @@ SECONDS = 5.0
 MEMORY = 1 << 29
 """Bytes of address space."""
 WAIT = inf if hasattr(signal, "setitimer") else 20.0
-"""Seconds until the process is killed where processor time has no limit; elsewhere a busy machine may take longer."""
+"""Seconds until the process is killed where processor time has no limit; elsewhere a busy machine
+may take longer.
+"""
 PROGRAM = Path(__file__).with_name("chat_environment.py")
 _all: "WeakSet[Renderer]" = WeakSet()
 
 
 class Renderer:
-    """One process, which starts with the first request, and anew when it was killed or a template broke it."""
+    """One process, which starts with the first request, and anew when it was killed or a template
+    broke it.
+    """
 
     def __init__(self, seconds: float = SECONDS, memory: int = MEMORY, wait: float = WAIT) -> None:
-        self.seconds, self.memory, self.wait = seconds, memory, wait
+        self.seconds = seconds
+        self.memory = memory
+        self.wait = wait
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         _all.add(self)
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """The answer of ``chat_environment``. Raises ConfigError for a template that exceeds its limits."""
+        """The answer of ``chat_environment``.
+
+        Raises ConfigError for a template that exceeds its limits.
+        """
         with self._lock:
             process = self._running()
-            timer, begun = Timer(self.wait, process.kill), monotonic()
+            timer = Timer(self.wait, process.kill)
+            begun = monotonic()
             if self.wait < inf:
                 timer.start()
             try:
@@ -58,12 +70,15 @@ class Renderer:
         if ending == -getattr(signal, "SIGPROF", 0) or late:
             why = f"{self.wait:g} s" if late else f"{self.seconds:g} s of processor time"
             raise ConfigError(f"the chat template takes more than the {why} that it is allowed")
-        raise ConfigError(f"the chat template broke the process that renders it (exit code {ending})")
+        raise ConfigError(
+            f"the chat template broke the process that renders it (exit code {ending})"
+        )
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            # A frozen app (PyInstaller) has no interpreter: sys.executable is the app, which would start itself again.
+            # A frozen app (PyInstaller) has no interpreter: sys.executable is the app, which would
+            # start itself again.
             if getattr(sys, "frozen", False) or not sys.executable or not PROGRAM.is_file():
                 what = "chat templates are rendered by an interpreter of Python, which this app does not have"
                 how = "export the bundle with a chat template that only puts texts around messages"
@@ -71,11 +86,16 @@ class Renderer:
             # -P: a jinja2.py in the current folder is none of ours.
             command = [sys.executable, "-P", str(PROGRAM), str(self.seconds), str(self.memory)]
             window = getattr(subprocess, "CREATE_NO_WINDOW", 0)
-            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+            pipe = subprocess.PIPE
+            nothing = subprocess.DEVNULL
             try:
-                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, creationflags=window)
+                self._process = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=nothing, creationflags=window
+                )
             except OSError as error:
-                raise ConfigError(f"chat templates need {command[0]!r}, which cannot be started: {error}") from error
+                raise ConfigError(
+                    f"chat templates need {command[0]!r}, which cannot be started: {error}"
+                ) from error
         return self._process
 
     def close(self) -> None:
@@ -86,9 +106,12 @@ class Renderer:
 
 
 def _forked() -> None:
-    """A child must not talk to its parent's process, nor wait for a lock that no thread of its own holds."""
+    """A child must not talk to its parent's process, nor wait for a lock that no thread of its own
+    holds.
+    """
     for renderer in list(_all):
-        renderer._lock, renderer._process = Lock(), None
+        renderer._lock = Lock()
+        renderer._process = None
 
 
 if hasattr(os, "register_at_fork"):

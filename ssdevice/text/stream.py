@@ -1,4 +1,6 @@
-"""An answer as text while its tokens arrive: pieces that never change again, cut at stop tokens and stop strings."""
+"""An answer as text while its tokens arrive: pieces that never change again, cut at stop tokens and
+stop strings.
+"""
 
 import re
 from collections.abc import Collection, Sequence
@@ -18,22 +20,33 @@ LONGEST_CHARACTER = 4  # bytes, so tokens, that one character can span
 PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 """The bytes that a byte-level vocabulary, as GPT-2's, writes as the characters of their number."""
 BYTES = {chr(byte): byte for byte in PRINTED} | dict(
-    zip(map(chr, range(256, 512)), (byte for byte in range(256) if byte not in PRINTED), strict=False)
+    zip(
+        map(chr, range(256, 512)),
+        (byte for byte in range(256) if byte not in PRINTED),
+        strict=False,
+    )
 )
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids of the tokens that are no text."""
-    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return frozenset(
+        i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
+    )
 
 
 class TokenTexts:
-    """What single tokens of a tokenizer say. Remembered, because the library takes some ten microseconds per text."""
+    """What single tokens of a tokenizer say.
+
+    Remembered, because the library takes some ten microseconds per text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._special = special_ids(tokenizer)
-        self._bytes = isinstance(tokenizer.decoder, ByteLevel)  # a token then is bytes that depend on no other token
+        self._bytes = isinstance(
+            tokenizer.decoder, ByteLevel
+        )  # a token then is bytes that depend on no other token
         self.whole = cache(self._whole)
 
     def silent(self, token: int) -> bool:
@@ -45,7 +58,9 @@ class TokenTexts:
         return (self.tokenizer.id_to_token(token) or "") if self.silent(token) else ""
 
     def _whole(self, token: int) -> str | None:
-        """The token's text, if it is whole characters that do not depend on the tokens around it; else None."""
+        """The token's text, if it is whole characters that do not depend on the tokens around it;
+        else None.
+        """
         if not self._bytes or self.silent(token):
             return None
         text = self.decode([token])
@@ -58,8 +73,9 @@ class TokenTexts:
         return ids, len(self.decode(ids))
 
     def said(self, token: int, first: bool) -> tuple[str, bytes]:
-        """What the token says after others, or as the ``first`` of all, where some tokenizers leave a space out; and
-        its bytes, which are no text alone if they are a part of a character."""
+        """What the token says after others, or as the ``first`` of all, where some tokenizers leave
+        a space out; and its bytes, which are no text alone if they are a part of a character.
+        """
         before, length = ([], 0) if first or self._bytes else self._before
         text = self.decode([*before, token])[length:]
         if UNDECODED not in text:
@@ -79,19 +95,21 @@ class TokenTexts:
 class TextStream:
     """Text of a growing sequence of ids, special tokens left out.
 
-    A piece is given out once no later token can change it, so characters that span tokens appear whole; the pieces and
-    ``flush`` together are the text of all ids decoded at once. One exception: if a model breaks off inside a run of
-    byte-fallback tokens, decoding at once also spoils the run's whole characters, which a stream has shown.
+    A piece is given out once no later token can change it, so characters that span tokens appear
+    whole; the pieces and ``flush`` together are the text of all ids decoded at once. One exception:
+    if a model breaks off inside a run of byte-fallback tokens, decoding at once also spoils the
+    run's whole characters, which a stream has shown.
 
-    Only the tokens since the last piece are decoded, and the piece before them, which decides whether a word begins
-    with a space. So a token costs the same however long the answer is, and a fraction of what the library's
-    ``DecodeStream`` takes.
+    Only the tokens since the last piece are decoded, and the piece before them, which decides
+    whether a word begins with a space. So a token costs the same however long the answer is, and a
+    fraction of what the library's ``DecodeStream`` takes.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self.mark = texts.mark
-        self._decode, self._silent = texts.decode, texts.silent
+        self._decode = texts.decode
+        self._silent = texts.silent
         self._settle([], "")
 
     def push(self, ids: Sequence[int]) -> str:
@@ -107,7 +125,9 @@ class TextStream:
         return "".join([self._push(i) for i in ids])
 
     def _push_whole(self, ids: Sequence[int]) -> str | None:
-        """The text of a run that begins and ends clean, the common case, by two decodings; None for any other."""
+        """The text of a run that begins and ends clean, the common case, by two decodings; None for
+        any other.
+        """
         if not (run := [i for i in ids if not self._silent(i)]) or len(self._ids) > self._settled:
             return None
         text = self._decode(self._ids + run)
@@ -119,7 +139,8 @@ class TextStream:
 
     def _settle(self, ids: list[int], text: str) -> None:
         """Begin a new window, which is what is decoded, with ids whose text is out."""
-        self._ids, self._patience = ids, PATIENCE
+        self._ids = ids
+        self._patience = PATIENCE
         self._settled = len(ids)  # ids in the window whose text is out to the last character
         self._sent = len(text)  # characters of the window's text that are out
 
@@ -145,27 +166,39 @@ class TextStream:
         return piece
 
     def _settle_front(self, text: str) -> str:
-        """Drop the front of a window that has no clean end (bytes that are no UTF-8), so that it stays short."""
+        """Drop the front of a window that has no clean end (bytes that are no UTF-8), so that it
+        stays short.
+        """
         for cut in range(len(self._ids) - 1, len(self._ids) - 2 * LONGEST_CHARACTER, -1):
             front = self._decode(self._ids[:cut])
-            # Equal when no character spans the cut and the decoder treats the rest as it would in place.
+            # Equal when no character spans the cut and the decoder treats the rest as it would in
+            # place.
             if front + self._decode(self._ids[cut:]) == text:
                 piece = front[self._sent :]
                 self._ids = self._ids[cut:]
-                self._settled, self._sent, self._patience = 0, max(self._sent - len(front), 0), PATIENCE
+                self._settled, self._sent, self._patience = (
+                    0,
+                    max(self._sent - len(front), 0),
+                    PATIENCE,
+                )
                 return piece
         self._patience *= 2
         return ""
 
 
 class StopStrings:
-    """Finds the first of several strings in text that comes in pieces, holding back what may be its beginning. The
-    first is the one that ends first (of those, the longest), however the text is cut into pieces. ``stop``: the string
-    found, or None. Special tokens are searched as they are written, though they are not shown. Raises ConfigError for
-    an empty string."""
+    """Finds the first of several strings in text that comes in pieces, holding back what may be its
+    beginning.
+
+    The first is the one that ends first (of those, the longest), however the text is cut into
+    pieces. ``stop``: the string found, or None. Special tokens are searched as they are written,
+    though they are not shown. Raises ConfigError for an empty string.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        stops = [stops] if isinstance(stops, str) else stops  # a str is a sequence of its characters
+        stops = (
+            [stops] if isinstance(stops, str) else stops
+        )  # a str is a sequence of its characters
         if not all(stops):
             raise ConfigError("a stop string is empty")
         self._stops = tuple(dict.fromkeys(stops))
@@ -175,30 +208,40 @@ class StopStrings:
         self.stop: str | None = None
 
     def push(self, piece: str, shown: bool = True) -> str:
-        """The text that certainly precedes any stop string; empty once one was found. ``shown``: False for what a
-        special token is written as, which is searched and never given out."""
+        """The text that certainly precedes any stop string; empty once one was found.
+
+        ``shown``: False for what a special token is written as, which is searched and never given
+        out.
+        """
         if self.stop is not None:
             return ""
         text = self._held + piece
         visible = self._shown + [shown] * len(piece)
-        if ends := [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]:
+        if ends := [
+            (at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0
+        ]:
             _, keep, self.stop = min(ends)
-            self._held, self._shown = "", []
+            self._held = ""
+            self._shown = []
         else:
             keep = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-            self._held, self._shown = text[keep:], visible[keep:]
+            self._held = text[keep:]
+            self._shown = visible[keep:]
         return "".join(compress(text[:keep], visible))
 
     def flush(self) -> str:
         """What was held back, now that no more text comes."""
         text = "".join(compress(self._held, self._shown))
-        self._held, self._shown = "", []
+        self._held = ""
+        self._shown = []
         return text
 
 
 class Emission(NamedTuple):
-    """What a run of tokens gave: settled ``text``, the ``used`` first tokens of the run, and whether it ``stopped``:
-    token ``used - 1`` then is the stop token or completes the stop string, and later ones do not count."""
+    """What a run of tokens gave: settled ``text``, the ``used`` first tokens of the run, and
+    whether it ``stopped``: token ``used - 1`` then is the stop token or completes the stop string,
+    and later ones do not count.
+    """
 
     text: str
     used: int
@@ -206,11 +249,16 @@ class Emission(NamedTuple):
 
 
 class TextOutput:
-    """The text of an answer from runs of accepted tokens, until a stop token or stop string. Tokens are judged one by
-    one, so an answer's end does not depend on how many were accepted at a time."""
+    """The text of an answer from runs of accepted tokens, until a stop token or stop string.
+
+    Tokens are judged one by one, so an answer's end does not depend on how many were accepted at a
+    time.
+    """
 
     def __init__(self, stream: TextStream, stop_ids: Collection[int], stops: StopStrings) -> None:
-        self._stream, self._stop_ids, self._stops = stream, frozenset(stop_ids), stops
+        self._stream = stream
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = stops
         self.stopped = False
 
     @property
@@ -241,4 +289,6 @@ class TextOutput:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop`` without completing it."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )

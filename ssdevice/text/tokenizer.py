@@ -1,4 +1,6 @@
-"""Text to tokens and back: prompts through the chat template, and an answer as text that never changes again."""
+"""Text to tokens and back: prompts through the chat template, and an answer as text that never
+changes again.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,14 @@ from tokenizers import Tokenizer
 
 from ssdevice.data import Example
 from ssdevice.errors import ConfigError, ContextOverflowError, InputError
-from ssdevice.text.chat_template import NAME, PROBE, TOKENIZER_CONFIG_FILE, ChatFormat, ChatTemplate, plain_frames
+from ssdevice.text.chat_template import (
+    NAME,
+    PROBE,
+    TOKENIZER_CONFIG_FILE,
+    ChatFormat,
+    ChatTemplate,
+    plain_frames,
+)
 from ssdevice.text.frames import Frames, Message
 from ssdevice.text.messages import TOOL, Chat
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
@@ -39,41 +48,64 @@ class Sample:
 
 
 def user_content(instruction: str | None, prompt: str) -> str:
-    """The content of the user's message: the app's instruction on a line of its own, then the prompt."""
+    """The content of the user's message: the app's instruction on a line of its own, then the
+    prompt.
+    """
     return f"{instruction}\n{prompt}" if instruction else prompt
 
 
 def check_instruction(tokenizer: "ChatTokenizer", app: str, instruction: str, context: int) -> None:
-    """Raise InputError for an app whose shortest prompt leaves no room for an answer in the context."""
+    """Raise InputError for an app whose shortest prompt leaves no room for an answer in the
+    context.
+    """
     ids = tokenizer.prompt_ids(PROBE, instruction=instruction)
     if len(ids) >= context:
-        what = f"the instruction of app {app!r} and the chat template" if instruction else "the chat template"
+        what = (
+            f"the instruction of app {app!r} and the chat template"
+            if instruction
+            else "the chat template"
+        )
         how = "export with a larger --context, or train the app with a shorter --instruction"
-        takes = f"take {len(ids)} tokens, which leaves no room for an answer in a context of {context}"
+        takes = (
+            f"take {len(ids)} tokens, which leaves no room for an answer in a context of {context}"
+        )
         raise InputError(f"{what} {takes}: {how}")
 
 
 class ChatTokenizer:
-    """A tokenizer and a chat format: the same ids as ``transformers``' ``apply_chat_template``, without transformers.
+    """A tokenizer and a chat format: the same ids as ``transformers``' ``apply_chat_template``,
+    without transformers.
 
-    ``chat``: the format as a bundle keeps it. ``plain``: whether prompts are used as they are, for want of a chat
-    template. Special tokens written out in a prompt are read as such, as transformers does. Raises ConfigError for a
-    format without stop tokens or with a template that does not work.
+    ``chat``: the format as a bundle keeps it. ``plain``: whether prompts are used as they are, for
+    want of a chat template. Special tokens written out in a prompt are read as such, as
+    transformers does. Raises ConfigError for a format without stop tokens or with a template that
+    does not work.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, *, plain: bool = False) -> None:
-        self.tokenizer, self.chat, self.plain = tokenizer, chat, plain
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.plain = plain
         if not chat.stop_ids:
             how = f"set 'eos_token_id' in generation_config.json, or 'eos_token' in {TOKENIZER_CONFIG_FILE}"
             raise ConfigError(f"the chat format has no stop token: {how}")
-        self._template, self.texts = chat.writer, TokenTexts(tokenizer)
+        self._template = chat.writer
+        self.texts = TokenTexts(tokenizer)
 
     @classmethod
     def of_model(
-        cls, tokenizer_json: bytes, folder: Path, template: str | None, special: dict[str, str], stops: Sequence[int]
+        cls,
+        tokenizer_json: bytes,
+        folder: Path,
+        template: str | None,
+        special: dict[str, str],
+        stops: Sequence[int],
     ) -> Self:
-        """The tokenizer of a model in ``folder`` with its chat template (None: prompts are used as they are). The
-        special token that the template puts after an answer ends answers, as ``stops`` do."""
+        """The tokenizer of a model in ``folder`` with its chat template (None: prompts are used as
+        they are).
+
+        The special token that the template puts after an answer ends answers, as ``stops`` do.
+        """
         tokenizer = load_tokenizer(tokenizer_json, str(folder / TOKENIZER_FILE))
         ends = tuple(dict.fromkeys(stops))
         if template is None:
@@ -81,7 +113,9 @@ class ChatTokenizer:
         else:
             chat = ChatFormat(template, special, ends).framed()
         # A model that was taught this template ends its answers with what the template puts there.
-        if (end := _first_special(tokenizer, _closing_of(chat.writer))) is not None and end not in stops:
+        if (
+            end := _first_special(tokenizer, _closing_of(chat.writer))
+        ) is not None and end not in stops:
             chat = replace(chat, stop_ids=(*chat.stop_ids, end))
         return cls(tokenizer, chat, plain=template is None)
 
@@ -92,7 +126,10 @@ class ChatTokenizer:
 
     @property
     def tokenizer_json(self) -> bytes:
-        """The tokenizer as ``from_bytes`` reads it. Raises ConfigError for ids of more than 24 bits."""
+        """The tokenizer as ``from_bytes`` reads it.
+
+        Raises ConfigError for ids of more than 24 bits.
+        """
         check_ids(self.tokenizer)
         return self.tokenizer.to_str().encode("utf-8")
 
@@ -101,26 +138,46 @@ class ChatTokenizer:
         return self.chat.stop_ids
 
     def prompt_ids(
-        self, prompt: str, *, instruction: str | None = None, system: str | None = None, most: int | None = None
+        self,
+        prompt: str,
+        *,
+        instruction: str | None = None,
+        system: str | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """Ids up to where the model's answer begins. ``instruction``: the app's line before the prompt; ``system``: a
-        system message; ``most``: as in ``encode``. Raises InputError for an empty prompt or text that is not Unicode,
-        ConfigError if the template refuses."""
+        """Ids up to where the model's answer begins.
+
+        ``instruction``: the app's line before the prompt; ``system``: a system message; ``most``:
+        as in ``encode``. Raises InputError for an empty prompt or text that is not Unicode,
+        ConfigError if the template refuses.
+        """
         return self.chat_ids(Chat().instructed(system).asked(prompt), instruction, most)
 
-    def chat_ids(self, chat: Chat, instruction: str | None = None, most: int | None = None) -> list[int]:
-        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in ``prompt_ids``. Raises
-        InputError for tools or template arguments that the template does not read."""
+    def chat_ids(
+        self, chat: Chat, instruction: str | None = None, most: int | None = None
+    ) -> list[int]:
+        """Ids of a conversation up to where the next answer begins; ``most`` and errors as in
+        ``prompt_ids``.
+
+        Raises InputError for tools or template arguments that the template does not read.
+        """
         return self.encode(self.chat_text(chat, instruction), most)
 
     def chat_text(self, chat: Chat, instruction: str | None = None) -> str:
         """The text of a conversation, with an app's instruction before each message of the user."""
         messages = list(chat.messages)
         for at in chat.turns:
-            messages[at] = {**messages[at], "content": user_content(instruction, messages[at]["content"])}
+            messages[at] = {
+                **messages[at],
+                "content": user_content(instruction, messages[at]["content"]),
+            }
         values = {**chat.template, "tools": chat.tools} if chat.tools else chat.template
-        written = WRITTEN if self.chat.template else WRITTEN | {NAME}  # a template that reads it was kept
-        if values or any(message["role"] == TOOL or message.keys() - written for message in messages):
+        written = (
+            WRITTEN if self.chat.template else WRITTEN | {NAME}
+        )  # a template that reads it was kept
+        if values or any(
+            message["role"] == TOOL or message.keys() - written for message in messages
+        ):
             return self._full.render(messages, add_generation_prompt=True, values=values)
         return self._template.render(messages, add_generation_prompt=True)
 
@@ -131,16 +188,27 @@ class ChatTokenizer:
         return Sample((*prompt, *answer), len(prompt))
 
     def completion_ids(self, text: str) -> list[int]:
-        """Ids that the model should answer with: ``text`` as the template writes it, up to and with a stop token. What
-        the template puts after the stop token (often a line break) is left out. Without a stop token there, the first
-        of ``stop_ids`` is appended."""
+        """Ids that the model should answer with: ``text`` as the template writes it, up to and with
+        a stop token.
+
+        What the template puts after the stop token (often a line break) is left out. Without a stop
+        token there, the first of ``stop_ids`` is appended.
+        """
         head, head_ids = self._head
-        whole = self._template.render([*PROMPT, {"role": "assistant", "content": text}], add_generation_prompt=False)
-        # Some templates open the answer differently when it is still to come (a reasoning mark, for one).
+        whole = self._template.render(
+            [*PROMPT, {"role": "assistant", "content": text}], add_generation_prompt=False
+        )
+        # Some templates open the answer differently when it is still to come (a reasoning mark, for
+        # one).
         tail = whole[len(head) :] if whole.startswith(head) else text + self._closing
         whole_ids = self.encode(head + tail)
-        # Encoded after the head, so that a tokenizer which begins every text with a space does not do so here.
-        ids = whole_ids[len(head_ids) :] if whole_ids[: len(head_ids)] == head_ids else self.encode(tail)
+        # Encoded after the head, so that a tokenizer which begins every text with a space does not
+        # do so here.
+        ids = (
+            whole_ids[len(head_ids) :]
+            if whole_ids[: len(head_ids)] == head_ids
+            else self.encode(tail)
+        )
         if not any(i in self.stop_ids for i in self.encode(self._closing)):
             return [*ids, self.stop_ids[0]]
         while ids[-1] not in self.stop_ids:
@@ -148,8 +216,11 @@ class ChatTokenizer:
         return ids
 
     def user_opening(self, instruction: str | None = None) -> tuple[list[int], int]:
-        """Ids up to where the user's words begin (after an app's ``instruction``), and the token that ends them. Raises
-        ConfigError for a template that does not end a user's turn with a special token."""
+        """Ids up to where the user's words begin (after an app's ``instruction``), and the token
+        that ends them.
+
+        Raises ConfigError for a template that does not end a user's turn with a special token.
+        """
         messages = [{"role": "user", "content": user_content(instruction, PROBE)}]
         text = self._template.render(messages, add_generation_prompt=False)
         opening, found, closing = text.rpartition(PROBE)
@@ -179,9 +250,12 @@ class ChatTokenizer:
         return _closing_of(self._template)
 
     def encode(self, text: str, most: int | None = None, special: bool = False) -> list[int]:
-        """Ids of a text; raises InputError for half a character. ``special``: with the tokens that the tokenizer adds
-        to a text without a template. ``most``: how many tokens fit. A text that must have more raises
-        ContextOverflowError unread: tokens take many times the memory of a text."""
+        """Ids of a text; raises InputError for half a character.
+
+        ``special``: with the tokens that the tokenizer adds to a text without a template. ``most``:
+        how many tokens fit. A text that must have more raises ContextOverflowError unread: tokens
+        take many times the memory of a text.
+        """
         if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
             what = f"the prompt has {len(text)} characters, far more than the {most} tokens of the context"
             raise ContextOverflowError(f"{what}; shorten it")
@@ -189,7 +263,9 @@ class ChatTokenizer:
             try:
                 return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
             except (UnicodeEncodeError, TypeError) as error:
-                raise InputError(f"text that is not valid Unicode cannot be encoded: {error}") from error
+                raise InputError(
+                    f"text that is not valid Unicode cannot be encoded: {error}"
+                ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -207,10 +283,14 @@ class ChatTokenizer:
 def _closing_of(template: Frames | ChatTemplate) -> str:
     """What the template puts after an answer."""
     answer = "an answer to be found again"
-    text = template.render([*PROMPT, {"role": "assistant", "content": answer}], add_generation_prompt=False)
+    text = template.render(
+        [*PROMPT, {"role": "assistant", "content": answer}], add_generation_prompt=False
+    )
     _, found, closing = text.rpartition(answer)
     if not found:
-        raise ConfigError("the chat template does not write the assistant's message; it cannot be used for training")
+        raise ConfigError(
+            "the chat template does not write the assistant's message; it cannot be used for training"
+        )
     return closing
 
 
@@ -223,7 +303,9 @@ def _first_special(tokenizer: Tokenizer, text: str) -> int | None:
 def load_tokenizer(content: bytes, where: str) -> Tokenizer:
     """The content of a ``tokenizer.json``, without truncation and padding; raises ConfigError."""
     check_sizes(content, where)
-    with tokenizer_errors(f"{where}: not a tokenizer this version of tokenizers can read", ConfigError):
+    with tokenizer_errors(
+        f"{where}: not a tokenizer this version of tokenizers can read", ConfigError
+    ):
         tokenizer = Tokenizer.from_buffer(content)
     check_growth(tokenizer, where)
     tokenizer.no_truncation()

@@ -1,4 +1,6 @@
-"""Calls of functions that a model writes: the schema of a Python function, and calls in an answer's text."""
+"""Calls of functions that a model writes: the schema of a Python function, and calls in an answer's
+text.
+"""
 
 import inspect
 import json
@@ -29,9 +31,10 @@ PYTHON_TAG = "<|python_tag|>"
 class ToolStyle(Enum):
     """How a family's chat template writes calls.
 
-    HERMES, also Qwen: ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``. LLAMA3: the whole answer is
-    ``{"name": .., "parameters": {..}}``, several separated by ``;``, perhaps after ``<|python_tag|>``. GEMMA:
-    ``call:NAME{key:value}`` between its own tokens, with others around strings.
+    HERMES, also Qwen: ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``. LLAMA3: the whole
+    answer is ``{"name": .., "parameters": {..}}``, several separated by ``;``, perhaps after
+    ``<|python_tag|>``. GEMMA: ``call:NAME{key:value}`` between its own tokens, with others around
+    strings.
     """
 
     HERMES = (Marks("<tool_call>", "</tool_call>"),)
@@ -47,7 +50,9 @@ class ToolStyle(Enum):
 
     @classmethod
     def of(cls, template: str | None) -> "ToolStyle | None":
-        """The style of a chat template; None where it writes no calls, or in a way that is not read here."""
+        """The style of a chat template; None where it writes no calls, or in a way that is not read
+        here.
+        """
 
         def has(*texts: str) -> bool:
             return any(text in (template or "") for text in texts)
@@ -71,19 +76,27 @@ class Call:
     arguments: dict[str, Any]
 
 
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 _GEMMA_CALL = re.compile(r"\s*call:\s*([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
 
 
 def answer_text(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
-    """The text of an answer's ids with special tokens written out, as ``parse_calls`` needs it, without stop tokens."""
+    """The text of an answer's ids with special tokens written out, as ``parse_calls`` needs it,
+    without stop tokens.
+    """
     kept = [i for i in ids if i not in tokenizer.stop_ids]
     return str(tokenizer.tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Names of functions in OpenAI's form (``tool_of``), and schemas of their parameters; raises InputError."""
+    """Names of functions in OpenAI's form (``tool_of``), and schemas of their parameters; raises
+    InputError.
+    """
     found = {}
     for number, tool in enumerate(arguments.objects("tools", tools)):
         where = f"tools[{number}]"
@@ -92,17 +105,26 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
         function = arguments.mapping(f"{where}.function", tool.get("function"))
         if not (name := arguments.text(f"{where}.function.name", function.get("name"))):
             raise InputError(f"{where}.function.name is empty")
-        found[name] = arguments.mapping(f"{where}.function.parameters", function.get("parameters", NO_PARAMETERS))
+        found[name] = arguments.mapping(
+            f"{where}.function.parameters", function.get("parameters", NO_PARAMETERS)
+        )
     return found
 
 
 def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
-    """``text -> (content, calls)``. What only looks like a call, such as broken JSON, stays in the content."""
+    """``text -> (content, calls)``.
+
+    What only looks like a call, such as broken JSON, stays in the content.
+    """
     if style is ToolStyle.LLAMA3:
         return _parse_llama(text)
     read = _gemma_call if style is ToolStyle.GEMMA else _json_call
-    content, calls, at = "", [], 0
-    while found := min(((i, m) for m in style.value if (i := text.find(m.opening, at)) >= 0), default=None):
+    content = ""
+    calls = []
+    at = 0
+    while found := min(
+        ((i, m) for m in style.value if (i := text.find(m.opening, at)) >= 0), default=None
+    ):
         start, marks = found
         begin = start + len(marks.opening)
         call, end = read(text, begin, marks)
@@ -124,7 +146,9 @@ def _parse_llama(text: str) -> tuple[str, list[Call]]:
 
 
 def _json_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
-    """The call that begins there, and where the text after it begins; the JSON may have marks in its strings."""
+    """The call that begins there, and where the text after it begins; the JSON may have marks in
+    its strings.
+    """
     try:
         value, at = _JSON.raw_decode(text, len(text) - len(text[at:].lstrip()))
     except (ValueError, RecursionError):
@@ -169,17 +193,27 @@ def _no_number(name: str) -> Any:
 
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
 _TYPES[type(None)] = "null"
 _ARGUMENTS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARGUMENT = re.compile(r"^[ \t]+(\w+)(?: \(.*?\))?:[ \t]*(\S.*)$", re.MULTILINE)
 
 
 def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function, in the form that chat templates and OpenAI's ``tools`` take. Its description is
-    the first paragraph of its docstring, those of parameters are lines ``name: text`` under ``Args:``. Raises
-    InputError for a parameter without a type that JSON has."""
-    name, about = getattr(function, "__name__", "function"), inspect.getdoc(function) or ""
+    """The JSON schema of a function, in the form that chat templates and OpenAI's ``tools`` take.
+
+    Its description is the first paragraph of its docstring, those of parameters are lines ``name:
+    text`` under ``Args:``. Raises InputError for a parameter without a type that JSON has.
+    """
+    name = getattr(function, "__name__", "function")
+    about = inspect.getdoc(function) or ""
     block = _ARGUMENTS.search(about)
     told = dict(_ARGUMENT.findall(block[1])) if block else {}
     properties: dict[str, Any] = {}
@@ -189,19 +223,32 @@ def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
         raise InputError(f"{name}: {error}") from error
     for each in takes:
         where = f"{name}, parameter {each.name}"
-        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) or each.annotation is each.empty:
+        if (
+            each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+            or each.annotation is each.empty
+        ):
             raise InputError(f"{where}: expected a named parameter with a type")
         properties[each.name] = _schema(each.annotation, where)
         if each.name in told:
             properties[each.name]["description"] = told[each.name].strip()
     required = [each.name for each in takes if each.default is each.empty]
-    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    described = {"name": name, "description": " ".join(about.partition("\n\n")[0].split()), "parameters": parameters}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+    described = {
+        "name": name,
+        "description": " ".join(about.partition("\n\n")[0].split()),
+        "parameters": parameters,
+    }
     return {"type": "function", "function": described}
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
     if origin is typing.Literal:
@@ -212,4 +259,6 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         return {"type": "array", "items": _schema(inner[0], where)}
     if origin is dict and inner[0] is str:
         return {"type": "object", "additionalProperties": _schema(inner[1], where)}
-    raise InputError(f"{where}: {hint} is no type that JSON has; use {', '.join(each.__name__ for each in _TYPES)}")
+    raise InputError(
+        f"{where}: {hint} is no type that JSON has; use {', '.join(each.__name__ for each in _TYPES)}"
+    )

@@ -1,5 +1,8 @@
-"""Checkpoints of a training run, written whole or not at all, so that a killed run can continue. A checkpoint begins
-with the sha256 of the rest: no run continues from weights that a disk has changed."""
+"""Checkpoints of a training run, written whole or not at all, so that a killed run can continue.
+
+A checkpoint begins with the sha256 of the rest: no run continues from weights that a disk has
+changed.
+"""
 
 import hashlib
 import io
@@ -17,7 +20,9 @@ from ssdevice.errors import InputError
 from ssdevice.train.options import UNFINISHED
 
 State = dict[str, Any]
-"""``step``: steps done; ``weights``, ``optimizer``, ``scheduler``: their states; ``history``: the losses by step."""
+"""``step``: steps done; ``weights``, ``optimizer``, ``scheduler``: their states; ``history``: the
+losses by step.
+"""
 
 
 def save(folder: Path, state: State) -> None:
@@ -31,8 +36,11 @@ def save(folder: Path, state: State) -> None:
 
 @contextmanager
 def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
-    """Only this run may use ``folder`` in this context. If the context fails before the run wrote anything, its mark is
-    removed, so that its command can be corrected. Raises InputError if another run is unfinished or at work there."""
+    """Only this run may use ``folder`` in this context.
+
+    If the context fails before the run wrote anything, its mark is removed, so that its command can
+    be corrected. Raises InputError if another run is unfinished or at work there.
+    """
     file = folder / UNFINISHED / "run"
     if file.is_file() and file.read_bytes() != fingerprint.encode():
         how = f"repeat its command to finish it, or delete {file.parent} to start over"
@@ -42,7 +50,9 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
     try:
         lock = lock_path(file, wait=False)
     except BlockingIOError:
-        raise InputError(f"another process is training {folder}; wait for it, or choose another --out") from None
+        raise InputError(
+            f"another process is training {folder}; wait for it, or choose another --out"
+        ) from None
     try:
         yield
     except BaseException:
@@ -56,7 +66,10 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
 
 
 def load(folder: Path) -> State | None:
-    """The checkpoint in ``folder``, if there is one. Raises InputError if it is not as it was written."""
+    """The checkpoint in ``folder``, if there is one.
+
+    Raises InputError if it is not as it was written.
+    """
     target = folder / UNFINISHED / "checkpoint.pt"
     if not target.is_file():
         return None

@@ -1,7 +1,7 @@
 """Continuous batching over one cache, for self-distillation and for dev rows.
 
-A slot whose answer has ended takes the next prompt. Prompts come in order of length; those that start together are
-padded on the right, and rows beyond a slot's length are masked.
+A slot whose answer has ended takes the next prompt. Prompts come in order of length; those that
+start together are padded on the right, and rows beyond a slot's length are masked.
 """
 
 import random
@@ -17,29 +17,43 @@ from ssdevice.model.backbone import Backbone
 from ssdevice.model.visibility import causal
 
 Choose = Callable[[Tensor, list[int], list[int]], list[int]]
-"""``(logits [n, V], requests [n], places [n])``: chooses the token of each row, given its answer's number and place."""
+"""``(logits [n, V], requests [n], places [n])``: chooses the token of each row, given its answer's
+number and place.
+"""
 SLOTS = 64
 """Answers in progress at once."""
 MOST_SLOTS = 1024
-"""With CUDA, where a step takes as long for this many as for SLOTS, if its memory has room for them."""
+"""With CUDA, where a step takes as long for this many as for SLOTS, if its memory has room for
+them.
+"""
 PREFILL_TOKENS = 2048
 """Padded tokens per prefill: this bounds the memory of the attention scores."""
 REFILL = 4
-"""New prompts start when one in so many slots is free: a prefill of few rows costs almost as much as one of many."""
+"""New prompts start when one in so many slots is free: a prefill of few rows costs almost as much
+as one of many.
+"""
 VISIBLE_MULTIPLE = 32
 
 
 def greedy(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
-    """The likeliest token of each row of ``logits [n, V]``; the lowest id wins a tie. The rest does not matter."""
+    """The likeliest token of each row of ``logits [n, V]``; the lowest id wins a tie.
+
+    The rest does not matter.
+    """
     return logits.argmax(-1).tolist()
 
 
 def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> Choose:
-    """Sampling from the likeliest tokens that together have ``top_p`` of the probability, ``most`` at most. A token
-    depends on the seed, the request's number and the place, not on the rest of the batch."""
+    """Sampling from the likeliest tokens that together have ``top_p`` of the probability, ``most``
+    at most.
+
+    A token depends on the seed, the request's number and the place, not on the rest of the batch.
+    """
 
     def choose(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
-        best, ids = torch.softmax(logits.float() / temperature, -1).topk(min(most, logits.shape[-1]))
+        best, ids = torch.softmax(logits.float() / temperature, -1).topk(
+            min(most, logits.shape[-1])
+        )
         before = best.cumsum(-1) - best
         kept = torch.where(before < top_p, best, 0.0).cumsum(-1)
         pairs = zip(requests, places, strict=True)
@@ -52,9 +66,12 @@ def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> C
 
 
 class Decoding:
-    """Iterates over ``(i, answer to prompts[i])`` as answers end: with their stop token, or after ``most[i]`` tokens.
-    ``slots``: answers in progress at once (default: what suits the device), in rows 0 to n - 1 of the cache. ``names``:
-    the request numbers that ``choose`` gets (default: the prompts' indices)."""
+    """Iterates over ``(i, answer to prompts[i])`` as answers end: with their stop token, or after
+    ``most[i]`` tokens.
+
+    ``slots``: answers in progress at once (default: what suits the device), in rows 0 to n - 1 of
+    the cache. ``names``: the request numbers that ``choose`` gets (default: the prompts' indices).
+    """
 
     def __init__(
         self,
@@ -66,8 +83,12 @@ class Decoding:
         slots: int | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
-        self.backbone, self.prompts, self.stop, self.most = backbone, prompts, stop, most
-        self.choose, self.names = choose, names or range(len(prompts))
+        self.backbone = backbone
+        self.prompts = prompts
+        self.stop = stop
+        self.most = most
+        self.choose = choose
+        self.names = names or range(len(prompts))
         self.waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
         self.device = next(backbone.parameters()).device
         self.requests: list[int] = []  # by slot
@@ -78,7 +99,9 @@ class Decoding:
         self.slots = min(self._most_slots() if slots is None else slots, len(prompts))
 
     def _most_slots(self) -> int:
-        """How many answers fit into half of the free memory of a CUDA device, with their rows and logits in float32."""
+        """How many answers fit into half of the free memory of a CUDA device, with their rows and
+        logits in float32.
+        """
         if self.device.type != "cuda":
             return SLOTS
         backbone = self.backbone
@@ -96,14 +119,16 @@ class Decoding:
             else:
                 self._step()
             for slot in reversed(range(len(self.requests))):
-                request, answer = self.requests[slot], self.answers[slot]
+                request = self.requests[slot]
+                answer = self.answers[slot]
                 if answer[-1] in self.stop or len(answer) >= self.most[request]:
                     self._drop(slot)
                     yield request, answer
 
     def _start(self, free: int) -> None:
         """Read the next prompts into free slots; each gets the first token of its answer."""
-        backbone, first = self.backbone, len(self.requests)
+        backbone = self.backbone
+        first = len(self.requests)
         group: list[int] = []
         while self.waiting and len(group) < free:
             width = len(self.prompts[self.waiting[0]])
@@ -113,7 +138,9 @@ class Decoding:
         prompts = [self.prompts[i] for i in group]
         lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
         width = len(prompts[-1])  # the longest
-        tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in prompts], device=self.device)
+        tokens = torch.tensor(
+            [[*ids, *[0] * (width - len(ids))] for ids in prompts], device=self.device
+        )
         positions = torch.arange(width, dtype=torch.int32, device=self.device)
         masks = backbone.masks(lambda window: causal(positions, window)[None, None])
         h = backbone.embed(tokens, positions[None].expand(len(group), -1))
@@ -129,9 +156,13 @@ class Decoding:
 
     def _step(self) -> None:
         """One more token for every slot."""
-        backbone, n = self.backbone, len(self.requests)
+        backbone = self.backbone
+        n = len(self.requests)
         # The last token of an answer has no row yet, so its position is the number of rows.
-        lengths = [len(self.prompts[r]) + len(a) - 1 for r, a in zip(self.requests, self.answers, strict=True)]
+        lengths = [
+            len(self.prompts[r]) + len(a) - 1
+            for r, a in zip(self.requests, self.answers, strict=True)
+        ]
         visible = min(self.rows, -(-max(lengths) // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE)
         at = torch.tensor(lengths, dtype=torch.int32, device=self.device)[:, None]
         columns = torch.arange(visible, dtype=torch.int32, device=self.device)[None]
@@ -143,7 +174,9 @@ class Decoding:
         past = [[(keys[:n, :, :visible], values[:n, :, :visible])] for keys, values in self.cache]
         tokens = torch.tensor([[answer[-1]] for answer in self.answers], device=self.device)
         h = backbone.embed(tokens, at)
-        h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(at), backbone.masks(sees), past)
+        h, new = backbone.run(
+            0, backbone.num_layers, h, backbone.rope(at), backbone.masks(sees), past
+        )
         slots = torch.arange(n, device=self.device)
         for whole, part in zip(chain(*self.cache), chain(*new), strict=True):
             whole[slots, :, at[:, 0].long()] = part[:, :, 0].to(whole.dtype)
@@ -152,7 +185,9 @@ class Decoding:
     def _take(self, h: Tensor, first: int) -> None:
         """Choose the next tokens of the slots from ``first`` on by their last rows ``h [n, D]``."""
         requests = [self.names[r] for r in self.requests[first:]]
-        tokens = self.choose(self.backbone.head(h), requests, [len(answer) for answer in self.answers[first:]])
+        tokens = self.choose(
+            self.backbone.head(h), requests, [len(answer) for answer in self.answers[first:]]
+        )
         for answer, token in zip(self.answers[first:], tokens, strict=True):
             answer.append(token)
 
@@ -163,11 +198,14 @@ class Decoding:
             held = len(self.prompts[self.requests[last]]) + len(self.answers[last])
             for whole in chain(*self.cache):
                 whole[slot, :, :held] = whole[last, :, :held]
-            self.requests[slot], self.answers[slot] = self.requests[last], self.answers[last]
+            self.requests[slot] = self.requests[last]
+            self.answers[slot] = self.answers[last]
         del self.requests[last], self.answers[last]
 
     def _room(self, like: Tensor) -> Tensor:
-        """Zeros, because a NaN in a masked row would spoil the sum; in the type in which products read them."""
+        """Zeros, because a NaN in a masked row would spoil the sum; in the type in which products
+        read them.
+        """
         kind = like.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
         return like.new_zeros((self.slots, like.shape[1], self.rows, like.shape[3]), dtype=dtype)

@@ -1,4 +1,6 @@
-"""What every stage of a run is given, its device and precision, and its share when several processes train together."""
+"""What every stage of a run is given, its device and precision, and its share when several
+processes train together.
+"""
 
 import os
 from collections.abc import Sequence
@@ -17,12 +19,16 @@ from ssdevice.train.options import TrainOptions
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
-"""How long processes wait for each other: one may still be generating answers when the others are done."""
+"""How long processes wait for each other: one may still be generating answers when the others are
+done.
+"""
 
 
 @dataclass(frozen=True)
 class Place:
-    """``device`` of this process, ``rank`` among ``world`` processes; ``bf16``: products run in bfloat16."""
+    """``device`` of this process, ``rank`` among ``world`` processes; ``bf16``: products run in
+    bfloat16.
+    """
 
     device: torch.device
     rank: int
@@ -32,13 +38,18 @@ class Place:
 
     @classmethod
     def find(cls, precision: str) -> Self:
-        """The accelerator of this process or the CPU; ``accelerate launch`` or ``torchrun`` start several processes."""
+        """The accelerator of this process or the CPU; ``accelerate launch`` or ``torchrun`` start
+        several processes.
+        """
         from accelerate import PartialState
         from accelerate.utils import parse_flag_from_env
 
-        # Several processes without CUDA must be told to use the CPU; a single one may have an Apple GPU.
+        # Several processes without CUDA must be told to use the CPU; a single one may have an Apple
+        # GPU.
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.cuda.is_available())
+        cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (
+            several and not torch.cuda.is_available()
+        )
         state = PartialState(cpu=cpu, timeout=PATIENCE) if several else PartialState(cpu=cpu)
         bf16 = has_bf16(state.device) if precision == "auto" else precision == "bf16"
         return cls(state.device, state.process_index, state.num_processes, bf16, state)
@@ -67,7 +78,9 @@ class Place:
         if self.world == 1:
             return module
         devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(module, device_ids=devices, broadcast_buffers=False)
+        return nn.parallel.DistributedDataParallel(
+            module, device_ids=devices, broadcast_buffers=False
+        )
 
     def total(self, value: Tensor) -> Tensor:
         if self.world > 1:
@@ -76,18 +89,27 @@ class Place:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bfloat16. CPUs that do not emulate it, about 30 times slower than float32."""
+    """Whether the hardware multiplies bfloat16.
+
+    CPUs that do not emulate it, about 30 times slower than float32.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         found = torch.cpu.get_capabilities()
-        return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16"))
+        return any(
+            bool(found.get(name))
+            for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16")
+        )
     return False
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process's part of a run. ``folder``: the base's; ``report``: silent in all processes but the first."""
+    """One process's part of a run.
+
+    ``folder``: the base's; ``report``: silent in all processes but the first.
+    """
 
     options: TrainOptions
     place: Place

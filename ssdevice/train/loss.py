@@ -1,8 +1,10 @@
-"""The Speculative Streaming loss (2402.11131 eq. 5): next token on main rows, the γ after it on streams.
+"""The Speculative Streaming loss (2402.11131 eq. 5): next token on main rows, the γ after it on
+streams.
 
-Streams start at the last prompt token, whose main row predicts the first completion token. They run in segments of
-completion tokens (*Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*,
-appendix I), so that the memory for them does not grow with γ times the sequence.
+Streams start at the last prompt token, whose main row predicts the first completion token. They run
+in segments of completion tokens (*Speculative Streaming: Efficient and Scalable Speculative
+Decoding with Multi-Stream Attention*, appendix I), so that the memory for them does not grow with γ
+times the sequence.
 """
 
 from collections.abc import Iterator
@@ -27,31 +29,44 @@ Main = tuple[Tensor, Tensor | None, Rows]
 
 
 class StreamingLoss(nn.Module):
-    """``forward(tokens, prompts, lengths)`` returns the weighted loss and the mean loss of each stream ``[1 + γ]``.
+    """``forward(tokens, prompts, lengths)`` returns the weighted loss and the mean loss of each
+    stream ``[1 + γ]``.
 
-    Losses are means over the predicted tokens of their stream, in nats; the weighted one is a sum over these tokens if
-    the weights are ``summed``. Streams do not predict tokens outside the draft vocabulary. Main rows run without
-    gradients if α0 = 0. ``nodes``: how many nodes of a batch run their streams in one pass; a larger batch is
-    recomputed segment by segment in the backward pass.
+    Losses are means over the predicted tokens of their stream, in nats; the weighted one is a sum
+    over these tokens if the weights are ``summed``. Streams do not predict tokens outside the draft
+    vocabulary. Main rows run without gradients if α0 = 0. ``nodes``: how many nodes of a batch run
+    their streams in one pass; a larger batch is recomputed segment by segment in the backward pass.
     """
 
     place: Tensor
 
     def __init__(self, model: StreamModel, weights: LossWeights, nodes: int = 2048) -> None:
         super().__init__()
-        self.model, self.weights, self.nodes = model, weights, nodes
+        self.model = model
+        self.weights = weights
+        self.nodes = nodes
         place = torch.arange(int(model.backbone.config.vocab_size))
         if model.streams is not None and model.streams.config.draft_vocabulary:
             ids = model.streams.draft_ids.to(place.device)
             place.fill_(IGNORE)[ids] = torch.arange(len(ids))
-        self.register_buffer("place", place, persistent=False)  # token -> its row in the streams' head
+        self.register_buffer(
+            "place", place, persistent=False
+        )  # token -> its row in the streams' head
 
     def forward(
-        self, tokens: Tensor, prompts: Tensor, lengths: Tensor, counts: Tensor | None = None, known: Main | None = None
+        self,
+        tokens: Tensor,
+        prompts: Tensor,
+        lengths: Tensor,
+        counts: Tensor | None = None,
+        known: Main | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch. ``counts [1 + γ]``: divisors of the sums, if
-        this batch is part of a larger one (see the method ``counts``). ``known``: the result of ``run_main``, if α0 = 0
-        and it exists already; final states only if streams learn from them."""
+        """``tokens [B, S]``, ``prompts [B]``, ``lengths [B]`` as in Batch.
+
+        ``counts [1 + γ]``: divisors of the sums, if this batch is part of a larger one (see the
+        method ``counts``). ``known``: the result of ``run_main``, if α0 = 0 and it exists already;
+        final states only if streams learn from them.
+        """
         nodes = completion_rows(prompts, lengths)
         if counts is None:
             counts = self.counts(tokens, prompts, lengths)
@@ -68,7 +83,14 @@ class StreamingLoss(nn.Module):
             states, rows = self.run_own(read, rows)
             segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
             for part in segments:
-                arguments = (states, final if self.weights.soft else None, part, tokens, lengths, rows)
+                arguments = (
+                    states,
+                    final if self.weights.soft else None,
+                    part,
+                    tokens,
+                    lengths,
+                    rows,
+                )
                 if len(segments) > 1 and torch.is_grad_enabled():
                     sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
                 else:
@@ -87,15 +109,18 @@ class StreamingLoss(nn.Module):
         return torch.cat([main, streams]).float()
 
     def ahead(self, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
-        """``[B, n, γ]``: the row of the streams' head that stream j of each node should choose, or IGNORE."""
+        """``[B, n, γ]``: the row of the streams' head that stream j of each node should choose, or
+        IGNORE.
+        """
         if not (gamma := self.model.gamma):
             return tokens.new_zeros(*nodes.shape, 0)
         ahead = torch.stack([targets(tokens, nodes, lengths, j + 2) for j in range(gamma)], dim=-1)
         return torch.where(ahead == IGNORE, IGNORE, self.place[ahead.clamp(min=0)])
 
     def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, Rows]:
-        """Main rows of whole sequences ``tokens [B, S]``: what drafts read of them ``[B, S, n D]`` (n is 1 but for own
-        layers), final states ``[B, S, D]``, and the new rows of the MSA layers."""
+        """Main rows of whole sequences ``tokens [B, S]``: what drafts read of them ``[B, S, n D]``
+        (n is 1 but for own layers), final states ``[B, S, D]``, and the new rows of the MSA layers.
+        """
         model = self.model
         positions, masks = self._causal(tokens)
         h = model.backbone.embed(tokens, positions.expand(tokens.shape[0], -1))
@@ -105,8 +130,11 @@ class StreamingLoss(nn.Module):
         return read, *model.run_top_layers(h, read, positions, masks, [])
 
     def run_own(self, read: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        """What drafts start from, ``[B, S, D]``, and the rows that they see, of the first and third result of
-        ``run_main``. Own layers, which are trained, run here."""
+        """What drafts start from, ``[B, S, D]``, and the rows that they see, of the first and third
+        result of ``run_main``.
+
+        Own layers, which are trained, run here.
+        """
         states = self.model.states(read)
         if self.model.own is not None:
             _, rows = self.model.run_top_layers(states, states, *self._causal(read), [])
@@ -115,18 +143,30 @@ class StreamingLoss(nn.Module):
     def _causal(self, rows: Tensor) -> tuple[Tensor, Masks]:
         """Positions ``[1, S]`` of whole sequences ``[B, S, ..]``, and their masks."""
         positions = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
-        return positions[None], self.model.backbone.masks(lambda window: causal(positions, window)[None, None])
+        return positions[None], self.model.backbone.masks(
+            lambda window: causal(positions, window)[None, None]
+        )
 
     def _main_loss(self, final: Tensor, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
         rows = final.gather(1, nodes.clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
         wanted = targets(tokens, nodes, lengths, 1)
         keep = wanted != IGNORE
-        return cross_entropy(self.model.backbone.head(rows[keep]).float(), wanted[keep], reduction="sum")
+        return cross_entropy(
+            self.model.backbone.head(rows[keep]).float(), wanted[keep], reduction="sum"
+        )
 
     def _segment(
-        self, states: Tensor, final: Tensor | None, nodes: Tensor, tokens: Tensor, lengths: Tensor, rows: Past
+        self,
+        states: Tensor,
+        final: Tensor | None,
+        nodes: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        rows: Past,
     ) -> Tensor:
-        """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1: none): weighted, and plain."""
+        """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1: none):
+        weighted, and plain.
+        """
         gamma = self.model.gamma
         s = self.run_streams(states, nodes, tokens, rows)
         ahead = self.ahead(tokens, nodes, lengths)
@@ -144,20 +184,28 @@ class StreamingLoss(nn.Module):
 
     @torch.no_grad()
     def _taught(self, final: Tensor, nodes: Tensor, keep: Tensor) -> Tensor:
-        """The model's own probabilities ``[kept, n]`` of what streams choose among, where those to ``keep`` guess."""
+        """The model's own probabilities ``[kept, n]`` of what streams choose among, where those to
+        ``keep`` guess.
+        """
         at = stream_positions(nodes.clamp(min=0), self.model.gamma)[keep]
         row = torch.arange(len(keep), device=keep.device)[:, None].expand(keep.shape)[keep]
-        return torch.softmax(self.model.draft_logits(self.model.backbone.finish(final[row, at])).float(), -1)
+        return torch.softmax(
+            self.model.draft_logits(self.model.backbone.finish(final[row, at])).float(), -1
+        )
 
     def _reach(self, each: Tensor, keep: Tensor) -> Tensor:
-        """How likely all streams before a guess are right, ``[B, n * γ]``; ``each``: losses of guesses to ``keep``."""
+        """How likely all streams before a guess are right, ``[B, n * γ]``; ``each``: losses of
+        guesses to ``keep``.
+        """
         right = each.new_zeros(keep.shape).masked_scatter(keep, torch.exp(-each.detach()))
         before = right.reshape(len(right), -1, self.model.gamma).roll(1, dims=-1)
         before[..., 0] = 1.0
         return before.cumprod(-1).flatten(1)
 
     def _finished(self, s: Tensor, keep: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """What the head reads ``[kept, W]`` of streams to ``keep``, each after the token before the guessed one."""
+        """What the head reads ``[kept, W]`` of streams to ``keep``, each after the token before the
+        guessed one.
+        """
         model = self.model
         finished = model.finish(s[keep])
         if model.streams is None or model.streams.follow is None:
@@ -167,8 +215,11 @@ class StreamingLoss(nn.Module):
         return model.streams.after(finished, before[keep])
 
     def run_streams(self, states: Tensor, nodes: Tensor, tokens: Tensor, rows: Past) -> Tensor:
-        """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences ``tokens [B, S]``."""
-        model, at = self.model, nodes.clamp(min=0)
+        """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences
+        ``tokens [B, S]``.
+        """
+        model = self.model
+        at = nodes.clamp(min=0)
         h = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
         context: list[list[KeyValue]] = [[] for _ in range(model.first_msa)]
         context += [[kv] for kv in rows]
@@ -179,16 +230,23 @@ class StreamingLoss(nn.Module):
             visible = self._visible(at, tokens.shape[1], model.gamma)
             return model.stream_pass(h, chosen, at.to(torch.int32), visible, context)
 
-    def _run_drafts(self, h: Tensor, at: Tensor, tokens: Tensor, context: list[list[KeyValue]]) -> Tensor:
+    def _run_drafts(
+        self, h: Tensor, at: Tensor, tokens: Tensor, context: list[list[KeyValue]]
+    ) -> Tensor:
         """``run_streams`` of own layers, where every draft follows the right tokens."""
-        model, found = self.model, list[Tensor]()
-        own = additive(own_streams(at.shape[1], 1, at.device), model.backbone.mask_value).expand(len(at), 1, -1, -1)
+        model = self.model
+        found = list[Tensor]()
+        own = additive(own_streams(at.shape[1], 1, at.device), model.backbone.mask_value).expand(
+            len(at), 1, -1, -1
+        )
         masks = self._visible(at, tokens.shape[1], 1)
         for j in range(model.gamma):
             at = at + 1
-            token, ahead = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)), at.to(torch.int32)
+            token = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
+            ahead = at.to(torch.int32)
             masks = {w: torch.cat([mask, own], dim=3) for w, mask in masks.items()}
-            start, rope = model.draft_start(h, token, ahead, j), model.backbone.rope(ahead)
+            start = model.draft_start(h, token, ahead, j)
+            rope = model.backbone.rope(ahead)
             with attending_by_node(model, 1):
                 h, rows = model.backbone.run(*model.drafting, start, rope, masks, context)
             for runs, row in zip(context[model.first_msa :], rows, strict=True):
@@ -197,7 +255,9 @@ class StreamingLoss(nn.Module):
         return torch.stack(found, dim=2).flatten(1, 2)
 
     def _visible(self, at: Tensor, width: int, gamma: int) -> Masks:
-        """Masks by window: γ streams of the node in row i see the rows 0..i in the window of their position."""
+        """Masks by window: γ streams of the node in row i see the rows 0..i in the window of their
+        position.
+        """
         row = torch.arange(width, device=at.device)
         node = at.repeat_interleave(gamma, dim=1)[..., None]
         position = stream_positions(at, gamma)[..., None]
@@ -210,15 +270,20 @@ class StreamingLoss(nn.Module):
 
 
 def completion_rows(prompts: Tensor, lengths: Tensor) -> Tensor:
-    """``[B, n]`` row numbers from the last prompt token to the last token but one; -1 beyond a shorter sequence."""
-    first, last = prompts - 1, lengths - 2
+    """``[B, n]`` row numbers from the last prompt token to the last token but one; -1 beyond a
+    shorter sequence.
+    """
+    first = prompts - 1
+    last = lengths - 2
     offsets = torch.arange(int((last - first).max()) + 1, device=prompts.device)
     rows = first[:, None] + offsets
     return torch.where(rows <= last[:, None], rows, -1)
 
 
 def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tensor:
-    """The token ``ahead`` places after each node ``[B, n]``; IGNORE beyond the sequence and for node -1."""
+    """The token ``ahead`` places after each node ``[B, n]``; IGNORE beyond the sequence and for
+    node -1.
+    """
     where = nodes + ahead
     inside = (nodes >= 0) & (where < lengths[:, None])
     return torch.where(inside, tokens.gather(1, where.clamp(0, tokens.shape[1] - 1)), IGNORE)
@@ -226,9 +291,12 @@ def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tenso
 
 @contextmanager
 def attending_by_node(model: StreamModel, gamma: int) -> Iterator[None]:
-    """In this context rows of streams, ``gamma`` for each node, after one run of main rows cost less work: the default
-    computes every stream's scores against every stream of the batch, and masks all but γ of them."""
-    backbone, before = model.backbone, model.backbone.operators
+    """In this context rows of streams, ``gamma`` for each node, after one run of main rows cost
+    less work: the default computes every stream's scores against every stream of the batch, and
+    masks all but γ of them.
+    """
+    backbone = model.backbone
+    before = model.backbone.operators
     backbone.operators = replace(before, attention=partial(attend_by_node, gamma=gamma))
     try:
         yield
@@ -237,12 +305,16 @@ def attending_by_node(model: StreamModel, gamma: int) -> Iterator[None]:
 
 
 def attend_by_node(asked: Attending, gamma: int) -> Tensor:
-    """``attend`` for streams, ``[B, n * γ, heads, hd]``: the runs are main rows and, once or more, γ rows of each of n
-    nodes."""
-    (past_keys, *own_keys), (past_values, *own_values) = asked.keys, asked.values
+    """``attend`` for streams, ``[B, n * γ, heads, hd]``: the runs are main rows and, once or more,
+    γ rows of each of n nodes.
+    """
+    (past_keys, *own_keys) = asked.keys
+    (past_values, *own_values) = asked.values
     batch, heads, rows, dim = asked.query.shape
-    kv_heads, past = past_keys.shape[1], past_keys.shape[2]
-    groups, nodes = heads // kv_heads, rows // gamma
+    kv_heads = past_keys.shape[1]
+    past = past_keys.shape[2]
+    groups = heads // kv_heads
+    nodes = rows // gamma
 
     def by_node(x: Tensor) -> Tensor:
         """``[B, h * kv_heads, n * γ, e] -> [B, kv_heads, n, h * γ, e]``."""
@@ -261,13 +333,17 @@ def attend_by_node(asked: Attending, gamma: int) -> Tensor:
     scores = torch.cat([seen, *own], dim=-1).reshape(batch, kv_heads, groups, rows, every)
     if asked.softcap is not None:
         scores = torch.tanh(scores / asked.softcap) * asked.softcap
-    first = [asked.mask[:, :, :gamma, at : at + gamma] for at in range(past, asked.mask.shape[-1], rows)]
+    first = [
+        asked.mask[:, :, :gamma, at : at + gamma] for at in range(past, asked.mask.shape[-1], rows)
+    ]
     block = torch.cat(first, dim=-1).repeat(1, 1, nodes, 1)  # the same for every node
     mask = torch.cat([asked.mask[..., :past], block], dim=-1)
     weights = torch.softmax(scores + mask[:, :, None], dim=-1).to(q.dtype)
     weights = weights.reshape(batch, kv_heads, groups * rows, every)
     out = torch.matmul(weights[..., :past], past_values)
-    for mine, values in zip(torch.split(weights[..., past:], gamma, dim=-1), own_values, strict=True):
+    for mine, values in zip(
+        torch.split(weights[..., past:], gamma, dim=-1), own_values, strict=True
+    ):
         mine = mine.reshape(batch, kv_heads * groups, rows, gamma)
         out = out + by_row(torch.matmul(by_node(mine), by_node(values)))
     return out.reshape(asked.query.shape).transpose(1, 2)

@@ -1,4 +1,6 @@
-"""The steps of a training run: gradients over a batch, AdamW with a linear schedule, a checkpoint now and then."""
+"""The steps of a training run: gradients over a batch, AdamW with a linear schedule, a checkpoint
+now and then.
+"""
 
 import math
 import time
@@ -29,11 +31,15 @@ History = list[list[float]]
 
 
 class MainRows:
-    """Main rows of a frozen base, kept between epochs because they never change: by sample in CPU memory, up to
-    ``limit`` bytes. What does not fit is recomputed each time."""
+    """Main rows of a frozen base, kept between epochs because they never change: by sample in CPU
+    memory, up to ``limit`` bytes.
+
+    What does not fit is recomputed each time.
+    """
 
     def __init__(self, loss: StreamingLoss, limit: int) -> None:
-        self.loss, self.left = loss, limit
+        self.loss = loss
+        self.left = limit
         self.kept: dict[Sample, list[Tensor]] = {}
 
     @torch.no_grad()
@@ -41,12 +47,17 @@ class MainRows:
         """The main rows of ``batch``, which is ``samples`` collated."""
         if not all(sample in self.kept for sample in samples):
             middle, final, rows = self.loss.run_main(batch.tokens)
-            self._keep(samples, [middle, *([final] if self.loss.weights.soft else ()), *chain.from_iterable(rows)])
+            self._keep(
+                samples,
+                [middle, *([final] if self.loss.weights.soft else ()), *chain.from_iterable(rows)],
+            )
             return middle, final, rows
         width = batch.tokens.shape[1]
         middle, *flat = (
             # Rows beyond a sample's length are always masked.
-            torch.stack([pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]).to(batch.tokens.device)
+            torch.stack([pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]).to(
+                batch.tokens.device
+            )
             for parts in zip(*(self.kept[sample] for sample in samples), strict=True)
         )
         kept = flat.pop(0) if self.loss.weights.soft else None
@@ -63,9 +74,12 @@ class MainRows:
 
 
 def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> History:
-    """Train from the last checkpoint to the end. ``fresh``: the streams are untrained, so where they start is fitted
-    first."""
-    options, place = job.options, job.place
+    """Train from the last checkpoint to the end.
+
+    ``fresh``: the streams are untrained, so where they start is fitted first.
+    """
+    options = job.options
+    place = job.place
     steps = options.steps or EPOCHS * order.per_epoch
     run = Run(loss, options, steps)
     run.resume(options.out)
@@ -92,7 +106,10 @@ def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> H
 
 
 class Run:
-    """What training changes, its optimizer and schedule, and the losses so far. InputError if nothing is trained."""
+    """What training changes, its optimizer and schedule, and the losses so far.
+
+    InputError if nothing is trained.
+    """
 
     def __init__(self, loss: StreamingLoss, options: TrainOptions, steps: int) -> None:
         self.loss = loss
@@ -102,9 +119,11 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.learned.values(), lr=options.lr, weight_decay=0.0)
         warmup = min(WARMUP, steps // 10)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda i: min((i + 1) / (warmup + 1), max(0.0, (steps - i) / max(1, steps - warmup)))
+            self.optimizer,
+            lambda i: min((i + 1) / (warmup + 1), max(0.0, (steps - i) / max(1, steps - warmup))),
         )
-        self.step, self.history = 0, History()
+        self.step = 0
+        self.history = History()
         self._whole = False  # whether the state is that after a step, and not saved yet
 
     def resume(self, folder: Path) -> None:
@@ -113,10 +132,14 @@ class Run:
         self.loss.load_state_dict(found["weights"], strict=False)
         self.optimizer.load_state_dict(found["optimizer"])
         self.schedule.load_state_dict(found["scheduler"])
-        self.step, self.history = found["step"], found["history"]
+        self.step = found["step"]
+        self.history = found["history"]
 
     def update(self, losses: list[float]) -> None:
-        """Follow the gradients of a step with these losses. Raises SSDeviceError if they are not finite."""
+        """Follow the gradients of a step with these losses.
+
+        Raises SSDeviceError if they are not finite.
+        """
         self._whole = False
         norm = float(nn.utils.clip_grad_norm_(self.learned.values(), 1.0))
         if not all(map(math.isfinite, (norm, *losses))):
@@ -132,8 +155,13 @@ class Run:
         """Write a checkpoint, unless a step was interrupted or nothing is new."""
         if self._whole:
             weights = {name: p.detach().cpu() for name, p in self.learned.items()}
-            state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.schedule.state_dict()}
-            checkpoint.save(folder, {"step": self.step, "weights": weights, "history": self.history, **state})
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.schedule.state_dict(),
+            }
+            checkpoint.save(
+                folder, {"step": self.step, "weights": weights, "history": self.history, **state}
+            )
             self._whole = False
 
 
@@ -147,14 +175,23 @@ def _fit_start(job: Job, loss: StreamingLoss, order: BatchOrder, kept: MainRows 
         for samples in pieces(next(epoch), loss.nodes):
             batch = _collated(job, samples)
             with job.place.autocast(), torch.no_grad():
-                middle = kept.of(samples, batch)[0] if kept is not None else loss.run_main(batch.tokens)[0]
+                middle = (
+                    kept.of(samples, batch)[0]
+                    if kept is not None
+                    else loss.run_main(batch.tokens)[0]
+                )
             moments.add(batch, middle)
         job.report("start", min(moments.nodes, moments.wanted), moments.wanted, "")
         if moments.nodes >= moments.wanted:
             break
     if moments.nodes:
         explained = moments.fit()
-        job.report("start", 1, 1, f"a linear guess explains {explained:.0%} of the rows that streams stand for")
+        job.report(
+            "start",
+            1,
+            1,
+            f"a linear guess explains {explained:.0%} of the rows that streams stand for",
+        )
 
 
 def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
@@ -162,16 +199,22 @@ def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
     return collate(samples, job.tokenizer.stop_ids[0]).to(job.place.device)
 
 
-def _backward(job: Job, loss: StreamingLoss, parallel: nn.Module, group: list[Sample], kept: MainRows | None) -> Tensor:
-    """Accumulate the gradients of one step over ``group``; returns this process's part of the losses. Losses are means
-    over all processes, each of which has a share of the group: n processes compute what one with n times the batch
-    does."""
+def _backward(
+    job: Job, loss: StreamingLoss, parallel: nn.Module, group: list[Sample], kept: MainRows | None
+) -> Tensor:
+    """Accumulate the gradients of one step over ``group``; returns this process's part of the
+    losses.
+
+    Losses are means over all processes, each of which has a share of the group: n processes compute
+    what one with n times the batch does.
+    """
     place = job.place
     counts = loss.counts(*_collated(job, group))
     parts = torch.zeros_like(counts)
     # A process without a sample takes part in the averaging with a sample of weight 0.
     share = place.share(group)
-    passes, weight = pieces(share or group[:1], loss.nodes), float(bool(share))
+    passes = pieces(share or group[:1], loss.nodes)
+    weight = float(bool(share))
     for number, samples in enumerate(passes, 1):
         batch = _collated(job, samples)
         wait = isinstance(parallel, nn.parallel.DistributedDataParallel) and number < len(passes)

@@ -16,30 +16,43 @@ from ssdevice.rules import ABOVE_0, POSITIVE, Ruled, within
 
 
 class Objective(StrEnum):
-    """The Speculative Streaming loss, or next-token LoRA fine-tuning: the baseline it is compared with."""
+    """The Speculative Streaming loss, or next-token LoRA fine-tuning: the baseline it is compared
+    with.
+    """
 
     STREAMING = "streaming"
     NEXT_TOKEN = "next-token"
 
 
 class Recipe(StrEnum):
-    """What is trained and how: our streams, or exactly those of a paper with its loss (docs/paper.md). ``paper``: the
-    lossless mode of *Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention*
-    (figure 2a, appendix H.2). ``paper-v1``: that of 2402.11131."""
+    """What is trained and how: our streams, or exactly those of a paper with its loss
+    (docs/paper.md).
+
+    ``paper``: the lossless mode of *Speculative Streaming: Efficient and Scalable Speculative
+    Decoding with Multi-Stream Attention* (figure 2a, appendix H.2). ``paper-v1``: that of
+    2402.11131.
+    """
 
     OURS = "ours"
     PAPER = "paper"
     PAPER_V1 = "paper-v1"
 
 
-_OURS_ONLY: dict[str, Any] = {"token_rank": 0, "follow_rank": 0, "draft_vocabulary": 0, "soft_labels": 0.0}
+_OURS_ONLY: dict[str, Any] = {
+    "token_rank": 0,
+    "follow_rank": 0,
+    "draft_vocabulary": 0,
+    "soft_labels": 0.0,
+}
 _OURS_ONLY |= dict.fromkeys(("by_reach", "freeze_lora"), False)
 FIXED: dict[Recipe, dict[str, Any]] = {
     Recipe.OURS: {},
     Recipe.PAPER: {"mode": Mode.LOSSLESS, "stream_mlp": StreamMLP.ADAPTER_ONLY, **_OURS_ONLY},
     Recipe.PAPER_V1: {"mode": Mode.SHARED, **_OURS_ONLY},
 }
-"""The options that a recipe leaves no choice in; its loss is a sum as well, and its export runs ``fused``."""
+"""The options that a recipe leaves no choice in; its loss is a sum as well, and its export runs
+``fused``.
+"""
 ANSWER_TOKENS = 192
 EPOCHS = 5
 UNFINISHED = ".training"
@@ -50,10 +63,11 @@ UNFINISHED = ".training"
 class LossWeights:
     """α0 for the main stream and αj for every speculative stream.
 
-    ``by_reach``: a guess also counts by how likely the streams before it are right, which decides whether it is ever
-    asked; not in the paper. ``soft``: the share of a stream's loss that is the cross entropy with the model's own
-    probabilities over the draft vocabulary, not with the next token. ``summed``: losses are sums over all predicted
-    tokens, as in eq. 5, not means over those of a stream.
+    ``by_reach``: a guess also counts by how likely the streams before it are right, which decides
+    whether it is ever asked; not in the paper. ``soft``: the share of a stream's loss that is the
+    cross entropy with the model's own probabilities over the draft vocabulary, not with the next
+    token. ``summed``: losses are sums over all predicted tokens, as in eq. 5, not means over those
+    of a stream.
     """
 
     main: float
@@ -67,12 +81,14 @@ class LossWeights:
 class TrainOptions(Ruled):
     """The options of one run, as ``ssdevice train --help`` explains them.
 
-    ``recipe``: the other options must be as FIXED says. ``steps``: None for EPOCHS over the data. ``alpha_stream``: αj
-    of eq. 5; None for 0.1, or 1 if main rows stay as they are, which is also the default of ``by_reach``. ``init``:
-    adapter folder to continue from; with ``self_distill`` its completions are learned. ``self_prompt``: without data,
-    the model writes so many prompts. ``answer_tokens``: None for the longest completion of the data, or ANSWER_TOKENS.
-    ``batch_size``: per process. ``draft_vocabulary``: 0 for all tokens, None for trainer.DRAFT_VOCABULARY.
-    ``precision``: of matrix products. ``base_precision``: of the frozen base in memory.
+    ``recipe``: the other options must be as FIXED says. ``steps``: None for EPOCHS over the data.
+    ``alpha_stream``: αj of eq. 5; None for 0.1, or 1 if main rows stay as they are, which is also
+    the default of ``by_reach``. ``init``: adapter folder to continue from; with ``self_distill``
+    its completions are learned. ``self_prompt``: without data, the model writes so many prompts.
+    ``answer_tokens``: None for the longest completion of the data, or ANSWER_TOKENS.
+    ``batch_size``: per process. ``draft_vocabulary``: 0 for all tokens, None for
+    trainer.DRAFT_VOCABULARY. ``precision``: of matrix products. ``base_precision``: of the frozen
+    base in memory.
     """
 
     model: str
@@ -105,28 +121,45 @@ class TrainOptions(Ruled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in ("bf16", "fp32"):
-            raise ConfigError(f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help")
+        if self.precision not in ("auto", "bf16", "fp32") or self.base_precision not in (
+            "bf16",
+            "fp32",
+        ):
+            raise ConfigError(
+                f"precision {self.precision!r}, of the base {self.base_precision!r}: see --help"
+            )
         for name, value in FIXED[self.recipe].items():
             if (found := (vars(self.streams) | vars(self))[name]) != value:
-                raise ConfigError(f"--{name.replace('_', '-')} {found}: --recipe {self.recipe} has {value}")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {found}: --recipe {self.recipe} has {value}"
+                )
         if self.recipe is not Recipe.OURS and not self.streams.msa_layers:
             raise ConfigError(f"--msa-layers 0: --recipe {self.recipe} has streams")
         if bool(self.data) == (self.self_prompt is not None):
-            raise ConfigError("give either --data FILE, or --self-prompt N to let the model write its own prompts")
+            raise ConfigError(
+                "give either --data FILE, or --self-prompt N to let the model write its own prompts"
+            )
         next_token = self.objective is Objective.NEXT_TOKEN
         if next_token and self.streams.mode is Mode.LOSSLESS:
             raise ConfigError("next-token training changes main rows: it has no lossless mode")
         if next_token and (self.instruction or self.dev is not None):
-            raise ConfigError("next-token training has no streams to measure or describe: omit --dev and --instruction")
-        if self.freeze_lora and (self.init is None or self.streams.mode is Mode.LOSSLESS or next_token):
-            raise ConfigError("--freeze-lora is for streams in shared mode, with the --init whose LoRA stays as it is")
+            raise ConfigError(
+                "next-token training has no streams to measure or describe: omit --dev and --instruction"
+            )
+        if self.freeze_lora and (
+            self.init is None or self.streams.mode is Mode.LOSSLESS or next_token
+        ):
+            raise ConfigError(
+                "--freeze-lora is for streams in shared mode, with the --init whose LoRA stays as it is"
+            )
         if self.frozen and not self.weights.stream:
             raise ConfigError("nothing is learned: raise --alpha-stream above 0")
 
     @property
     def nodes(self) -> int:
-        """How many nodes' streams run in one pass: what ``segment`` tokens of every row of a batch are."""
+        """How many nodes' streams run in one pass: what ``segment`` tokens of every row of a batch
+        are.
+        """
         return self.segment * self.batch_size
 
     @property
@@ -141,12 +174,17 @@ class TrainOptions(Ruled):
         main, stream = (0.0, 1.0) if self.frozen else (1.0, 0.1)
         stream = stream if self.alpha_stream is None else self.alpha_stream
         by_reach = self.frozen if self.by_reach is None else self.by_reach
-        return LossWeights(main, stream, by_reach, self.soft_labels, summed=self.recipe is not Recipe.OURS)
+        return LossWeights(
+            main, stream, by_reach, self.soft_labels, summed=self.recipe is not Recipe.OURS
+        )
 
     def fingerprint(self, base_sha256: str, world: int, examples: Sequence[Example]) -> str:
-        """A hash of options, base, and the contents of data (``examples``) and ``init``, wherever they are stored. Only
-        a run with the same hash continues a checkpoint. ``world``: number of processes; two with half the batch each
-        may continue what one began."""
+        """A hash of options, base, and the contents of data (``examples``) and ``init``, wherever
+        they are stored.
+
+        Only a run with the same hash continues a checkpoint. ``world``: number of processes; two
+        with half the batch each may continue what one began.
+        """
         fixed = {k: v for k, v in vars(self).items() if k not in ("out", "dev")}
         fixed["batch_size"] = self.batch_size * world
         fixed["data"] = hashlib.sha256(repr(examples).encode()).hexdigest()

@@ -1,7 +1,8 @@
 """The samples of a training run: rows of the data, or what the model writes itself.
 
-Without data the model also writes the prompts: given its chat template up to the user's text, an instruct model
-continues with a typical one. Its greedy answers are what its streams learn to predict.
+Without data the model also writes the prompts: given its chat template up to the user's text, an
+instruct model continues with a typical one. Its greedy answers are what its streams learn to
+predict.
 """
 
 import json
@@ -26,7 +27,9 @@ from ssdevice.train.job import Job
 from ssdevice.train.options import ANSWER_TOKENS, UNFINISHED
 
 FILE = "self_prompts.jsonl"
-TEMPERATURE, TOP_P = 0.8, 0.95  # of prompts
+# of prompts
+TEMPERATURE = 0.8
+TOP_P = 0.95
 PROMPT_TOKENS = 160
 """Longer user turns are dropped: they rarely end at all."""
 ATTEMPTS = 4
@@ -38,25 +41,45 @@ Key = TypeVar("Key", bound=int | tuple[int, ...])
 """The key of an answer: the number of an attempt, or the ids of its prompt."""
 
 
-def read_samples(job: Job, hf: Any, init: AdapterFolder | None, examples: list[Example]) -> list[Sample]:
-    """The samples: completions of the data or the model's own, to prompts of the data or the model's own. The model
-    that answers is ``hf``, in shared mode with the LoRA of ``init`` if it has one."""
-    options, place, tokenizer = job.options, job.place, job.tokenizer
+def read_samples(
+    job: Job, hf: Any, init: AdapterFolder | None, examples: list[Example]
+) -> list[Sample]:
+    """The samples: completions of the data or the model's own, to prompts of the data or the
+    model's own.
+
+    The model that answers is ``hf``, in shared mode with the LoRA of ``init`` if it has one.
+    """
+    options = job.options
+    place = job.place
+    tokenizer = job.tokenizer
     own = options.self_prompt
     teacher = None
     if options.self_distill or own is not None:
-        lora = init.folder if init is not None and init.has_lora and options.streams.mode is Mode.SHARED else None
+        lora = (
+            init.folder
+            if init is not None and init.has_lora and options.streams.mode is Mode.SHARED
+            else None
+        )
         answering = merge_lora(loading.load_hf(job.folder), lora) if lora is not None else hf
         teacher = loading.build(answering, None, options.max_length).backbone.to(place.device)
     if own is not None:
         assert teacher is not None
         half = options.max_length // 2
         prompts = self_prompts(job, teacher, own)
-        prompts = [p for p in prompts if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= half]
+        prompts = [
+            p
+            for p in prompts
+            if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= half
+        ]
         examples = [Example(prompt, " ") for prompt in prompts]
     samples, dropped = tokenize(examples, tokenizer, options.instruction, options.max_length)
     if dropped:
-        job.report("data", len(samples), len(examples), f"{dropped} longer than {options.max_length} tokens left out")
+        job.report(
+            "data",
+            len(samples),
+            len(examples),
+            f"{dropped} longer than {options.max_length} tokens left out",
+        )
     if len(samples) < place.world:
         raise InputError(f"{len(samples)} examples are too few for {place.world} processes")
     if teacher is None:
@@ -71,28 +94,38 @@ def read_samples(job: Job, hf: Any, init: AdapterFolder | None, examples: list[E
 
 
 def self_prompts(job: Job, backbone: Backbone, wanted: int) -> list[str]:
-    """``wanted`` distinct prompts, each sampled as a user's turn after the app's instruction. They depend only on the
-    options and the seed. Raises ConfigError for a chat template that does not end a user's turn with a special token,
-    InputError if the model repeats itself or never ends its turns."""
+    """``wanted`` distinct prompts, each sampled as a user's turn after the app's instruction.
+
+    They depend only on the options and the seed. Raises ConfigError for a chat template that does
+    not end a user's turn with a special token, InputError if the model repeats itself or never ends
+    its turns.
+    """
     tokenizer = job.tokenizer
     opening, end = tokenizer.user_opening(job.options.instruction)
     choose = sampling(job.options.seed, TEMPERATURE, TOP_P)
     special = special_ids(tokenizer.tokenizer) - {end}
 
     def write(keys: Sequence[int]) -> Decoding:
-        stop, most = {end, *tokenizer.stop_ids}, [PROMPT_TOKENS] * len(keys)
+        stop = {end, *tokenizer.stop_ids}
+        most = [PROMPT_TOKENS] * len(keys)
         return Decoding(backbone, [opening] * len(keys), stop, most, choose, names=keys)
 
     attempts = 0
     while True:
         found = written(job, range(attempts), write, "prompts") if attempts else {}
-        whole = [ids for ids in map(found.__getitem__, range(attempts)) if ids[-1] == end and not special & set(ids)]
+        whole = [
+            ids
+            for ids in map(found.__getitem__, range(attempts))
+            if ids[-1] == end and not special & set(ids)
+        ]
         prompts = distinct(tokenizer.decode(ids[:-1]) for ids in whole)
         if len(prompts) >= wanted:
             return prompts[:wanted]
         if attempts >= ATTEMPTS * wanted + 64:
             what = f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and complete"
-            raise InputError(f"{what}: ask for fewer with --self-prompt, or give --data with --self-distill")
+            raise InputError(
+                f"{what}: ask for fewer with --self-prompt, or give --data with --self-distill"
+            )
         # The size of a round is fixed, so that a resumed run makes the same attempts.
         attempts += wanted - len(prompts) + 16
 
@@ -103,45 +136,68 @@ def distinct(texts: Iterable[str]) -> list[str]:
     for text in texts:
         text = text.strip()
         words = re.findall(r"\w+", text.casefold())
-        if len(words) < LEAST_WORDS or len(set(words)) < LEAST_VARIETY * len(words) or "\ufffd" in text:
+        if (
+            len(words) < LEAST_WORDS
+            or len(set(words)) < LEAST_VARIETY * len(words)
+            or "\ufffd" in text
+        ):
             continue
         kept.setdefault(" ".join(words), text)
     return list(kept.values())
 
 
 def write_rows(job: Job, prompts: Sequence[str], samples: Sequence[Sample]) -> None:
-    """Write prompts and answers to the output folder, as JSON Lines for ``--data``; empty answers are left out."""
+    """Write prompts and answers to the output folder, as JSON Lines for ``--data``; empty answers
+    are left out.
+    """
     with (job.options.out / FILE).open("w", encoding="utf-8") as file:
         for prompt, sample in zip(prompts, samples, strict=True):
             answer = job.tokenizer.decode(sample.ids[sample.prompt :])
             if answer.strip():
-                file.write(json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False) + "\n"
+                )
 
 
 def own_completions(
     job: Job, backbone: Backbone, samples: Sequence[Sample], most: Sequence[int], stage: str
 ) -> list[Sample]:
-    """Samples with their completions replaced by the model's greedy ones of at most ``most[i]`` tokens each. A prompt
-    that occurs twice is answered once. ``stage``: see ``written``."""
+    """Samples with their completions replaced by the model's greedy ones of at most ``most[i]``
+    tokens each.
+
+    A prompt that occurs twice is answered once. ``stage``: see ``written``.
+    """
     prompts = [sample.ids[: sample.prompt] for sample in samples]
     room = dict(zip(prompts, most, strict=True))
     stop = set(job.tokenizer.stop_ids)
-    found = written(job, prompts, lambda keys: Decoding(backbone, keys, stop, [room[ids] for ids in keys]), stage)
+    found = written(
+        job,
+        prompts,
+        lambda keys: Decoding(backbone, keys, stop, [room[ids] for ids in keys]),
+        stage,
+    )
     return [Sample((*prompt, *found[prompt]), len(prompt)) for prompt in prompts]
 
 
 def written(
     job: Job, keys: Sequence[Key], write: Callable[[Sequence[Key]], Decoding], stage: str
 ) -> dict[Key, list[int]]:
-    """The ids for every key, from the stores of ``stage`` if they have them, otherwise from ``write``. Each process
-    appends its share, line by line, to a store of its own, and all processes read all stores. The next run, with any
-    number of processes, uses whatever a kill has left."""
-    place, folder = job.place, job.options.out / UNFINISHED
+    """The ids for every key, from the stores of ``stage`` if they have them, otherwise from
+    ``write``.
+
+    Each process appends its share, line by line, to a store of its own, and all processes read all
+    stores. The next run, with any number of processes, uses whatever a kill has left.
+    """
+    place = job.place
+    folder = job.options.out / UNFINISHED
     done = _read(folder, stage)
     place.wait()  # nobody writes before all have read
     if missing := place.share([key for key in dict.fromkeys(keys) if key not in done]):
         folder.mkdir(parents=True, exist_ok=True)
-        with place.autocast(), (folder / f"{stage}.{place.rank}.jsonl").open("a", encoding="utf-8") as out:
+        with (
+            place.autocast(),
+            (folder / f"{stage}.{place.rank}.jsonl").open("a", encoding="utf-8") as out,
+        ):
             out.write("\n")  # ends a line that a kill cut short
             for count, (i, ids) in enumerate(write(missing), 1):
                 out.write(_line(missing[i], ids))
@@ -157,7 +213,9 @@ def _line(key: int | tuple[int, ...], ids: list[int]) -> str:
 
 
 def _read(folder: Path, stage: str) -> dict[Any, list[int]]:
-    """The stored ids by key, without lines that a kill cut short or a disk has changed: these are written again."""
+    """The stored ids by key, without lines that a kill cut short or a disk has changed: these are
+    written again.
+    """
     found: dict[Any, list[int]] = {}
     stores = sorted(folder.glob(f"{stage}.*.jsonl"))
     for line in (line for store in stores for line in store.read_bytes().splitlines(keepends=True)):

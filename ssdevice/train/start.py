@@ -1,8 +1,9 @@
 """Where streams start before they are trained: the best linear guess of the rows they stand for.
 
-Stream j of node t stands for the main row of position t + j, which the layers below N - N_s have not computed. With
-``token_rank`` it starts from f(M_t) + P_j + g_j(M_t, E), E the embedding of the token after t. Here g and P become the
-reduced-rank least squares (Izenman, 1975) of M_{t+j} - f(M_t) over the training rows.
+Stream j of node t stands for the main row of position t + j, which the layers below N - N_s have
+not computed. With ``token_rank`` it starts from f(M_t) + P_j + g_j(M_t, E), E the embedding of the
+token after t. Here g and P become the reduced-rank least squares (Izenman, 1975) of M_{t+j} -
+f(M_t) over the training rows.
 """
 
 import torch
@@ -21,7 +22,9 @@ INNER = 5.0
 
 
 class Moments:
-    """Sums over nodes of inputs x = [M_t; E; 1] and of targets y = [M_{t+1} - f(M_t); ..; M_{t+γ} - f(M_t)]."""
+    """Sums over nodes of inputs x = [M_t; E; 1] and of targets y = [M_{t+1} - f(M_t); ..; M_{t+γ} -
+    f(M_t)].
+    """
 
     def __init__(self, model: StreamModel) -> None:
         self.model = model
@@ -37,10 +40,14 @@ class Moments:
 
     @torch.no_grad()
     def add(self, batch: Batch, middle: Tensor) -> None:
-        """Add the nodes of a batch whose γ next rows exist; ``middle [B, S, D]``: its main rows at layer N - N_s."""
+        """Add the nodes of a batch whose γ next rows exist; ``middle [B, S, D]``: its main rows at
+        layer N - N_s.
+        """
         gamma = self.model.gamma
         nodes = completion_rows(batch.prompts, batch.lengths)
-        row, place = torch.nonzero((nodes >= 0) & (nodes + gamma < batch.lengths[:, None]), as_tuple=True)
+        row, place = torch.nonzero(
+            (nodes >= 0) & (nodes + gamma < batch.lengths[:, None]), as_tuple=True
+        )
         at = nodes[row, place]
         chosen = self.model.chosen(batch.tokens[row, at + 1][None], at[None] + 1)
         assert chosen is not None and self.model.streams is not None
@@ -54,8 +61,12 @@ class Moments:
 
     @torch.no_grad()
     def fit(self) -> float:
-        """Set g and P of the model's streams; returns the share of the targets' variance that g explains. Every channel
-        and stream counts by its own size, because a few channels of real models are far larger than the rest."""
+        """Set g and P of the model's streams; returns the share of the targets' variance that g
+        explains.
+
+        Every channel and stream counts by its own size, because a few channels of real models are
+        far larger than the rest.
+        """
         streams = self.model.streams
         assert streams is not None and streams.token is not None
         mean = self.xx[-1] / self.nodes
@@ -73,7 +84,10 @@ class Moments:
         down = torch.linalg.solve_triangular(root.T, directions, upper=True)
         up = (directions.T @ whitened) * size
         scale = (up.norm() / down.norm()).sqrt()  # both factors are trained at one rate
-        for weight, value in ((streams.token.down.weight, (down * scale).T), (streams.token.up.weight, (up / scale).T)):
+        for weight, value in (
+            (streams.token.down.weight, (down * scale).T),
+            (streams.token.up.weight, (up / scale).T),
+        ):
             weight[: value.shape[0], : value.shape[1]] = value
         streams.identifiers.copy_((goal - mean[:-1] @ down @ up).view_as(streams.identifiers))
         return float(explained.sum() / len(size))
@@ -81,10 +95,14 @@ class Moments:
 
 @torch.no_grad()
 def scale_follow(model: StreamModel) -> None:
-    """Scale the first factor of an untrained ``follow``, so that states and embeddings, of any size, count alike."""
-    backbone, streams = model.backbone, model.streams
+    """Scale the first factor of an untrained ``follow``, so that states and embeddings, of any
+    size, count alike.
+    """
+    backbone = model.backbone
+    streams = model.streams
     assert streams is not None and streams.follow is not None
-    weight, device = streams.follow.down.weight, streams.follow.down.weight.device
+    weight = streams.follow.down.weight
+    device = streams.follow.down.weight.device
     finished = backbone.finish(torch.randn(256, backbone.config.hidden_size, device=device))
     tokens = torch.arange(0, streams.vocab, -(-streams.vocab // 256), device=device)[None]
     embedded = backbone.embed(tokens, torch.zeros_like(tokens))

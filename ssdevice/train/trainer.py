@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from ssdevice.adapters.settings import PEFT_CONFIG, PEFT_WEIGHTS, AdapterFolder, AdapterSettings, BaseIdentity
+from ssdevice.adapters.settings import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    AdapterFolder,
+    AdapterSettings,
+    BaseIdentity,
+)
 from ssdevice.config import Mode
 from ssdevice.data import read_examples
 from ssdevice.errors import InputError
@@ -40,27 +46,39 @@ ADDED = {"token_rank": "token", "follow_rank": "follow"}
 DRAFT_VOCABULARY = 8192
 """Default number of tokens that streams choose among."""
 LEAST_FACTOR = 4
-"""A vocabulary smaller than this many times DRAFT_VOCABULARY is used whole, because there is little to save."""
+"""A vocabulary smaller than this many times DRAFT_VOCABULARY is used whole, because there is little
+to save.
+"""
 
 
 def train(options: TrainOptions, report: Report) -> DevResult | None:
-    """Train one app's adapter into ``options.out``. The dev result is None without dev data or streams. Under
-    ``accelerate launch`` or ``torchrun`` every process trains on its share of each batch; only the first writes the
-    files and returns a dev result."""
+    """Train one app's adapter into ``options.out``.
+
+    The dev result is None without dev data or streams. Under ``accelerate launch`` or ``torchrun``
+    every process trains on its share of each batch; only the first writes the files and returns a
+    dev result.
+    """
     folder = loading.resolve_folder(options.model)
     tokenizer = open_tokenizer(folder, options.init)
     if options.self_prompt is not None:
-        tokenizer.user_opening(options.instruction)  # raises, before weights are loaded, if there is none
+        tokenizer.user_opening(
+            options.instruction
+        )  # raises, before weights are loaded, if there is none
     dev_examples = read_examples(options.dev, limit=DEV_LIMIT) if options.dev is not None else []
     dev = dev_prompts(options, dev_examples, tokenizer)
     examples = read_examples(options.data, limit=options.limit) if options.data else []
-    place, half = Place.find(options.precision), options.base_precision == "bf16"
+    place = Place.find(options.precision)
+    half = options.base_precision == "bf16"
     if half and not place.bf16:
-        raise InputError("a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision")
+        raise InputError(
+            "a base in bf16 needs products in bf16, which this hardware lacks: omit --base-precision"
+        )
     if place.main and tokenizer.plain:
         say_once(f"ssdevice: {PLAIN_PROMPT}")
     if place.main and (left_out := len(dev_examples) - len(dev)):
-        say_once(f"ssdevice: {left_out} of {len(dev_examples)} dev prompts exceed half of --max-length: left out")
+        say_once(
+            f"ssdevice: {left_out} of {len(dev_examples)} dev prompts exceed half of --max-length: left out"
+        )
     hf = loading.load_hf(folder, torch.bfloat16 if half else torch.float32)
     identity = BaseIdentity.of(folder, hf.config)
     check_vocabulary(tokenizer, identity.vocab, options.init or folder)
@@ -70,7 +88,11 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
         options.streams.check_layers(identity.layers)
     if init is not None:
         _check_init(options, init)
-    tuned = init.folder if init is not None and init.has_lora and options.streams.mode is Mode.LOSSLESS else None
+    tuned = (
+        init.folder
+        if init is not None and init.has_lora and options.streams.mode is Mode.LOSSLESS
+        else None
+    )
     if tuned is not None:
         hf = merge_lora(hf, tuned)  # main rows stay as this LoRA has made them
     job = Job(options, place, folder, tokenizer, report if place.main else lambda *_: None)
@@ -100,23 +122,36 @@ def train(options: TrainOptions, report: Report) -> DevResult | None:
     return result
 
 
-def _with_vocabulary(options: TrainOptions, identity: BaseIdentity, init: AdapterFolder | None) -> TrainOptions:
-    """The options with the size of the draft vocabulary filled in: as given, from ``init``, or the default."""
+def _with_vocabulary(
+    options: TrainOptions, identity: BaseIdentity, init: AdapterFolder | None
+) -> TrainOptions:
+    """The options with the size of the draft vocabulary filled in: as given, from ``init``, or the
+    default.
+    """
     size = options.draft_vocabulary
     if size is None and init is not None and init.settings is not None:
         size = init.settings.streams.draft_vocabulary
     if size is None:
-        large = identity.vocab >= LEAST_FACTOR * DRAFT_VOCABULARY and options.objective is Objective.STREAMING
+        large = (
+            identity.vocab >= LEAST_FACTOR * DRAFT_VOCABULARY
+            and options.objective is Objective.STREAMING
+        )
         size = DRAFT_VOCABULARY if large else 0
     if size > identity.vocab:
         raise InputError(f"--draft-vocabulary {size}: the model has {identity.vocab} tokens")
-    return replace(options, draft_vocabulary=size, streams=replace(options.streams, draft_vocabulary=size))
+    return replace(
+        options, draft_vocabulary=size, streams=replace(options.streams, draft_vocabulary=size)
+    )
 
 
 def _check_init(options: TrainOptions, init: AdapterFolder) -> None:
-    """Raise InputError, before answers are generated, for an adapter that does not have the requested streams."""
+    """Raise InputError, before answers are generated, for an adapter that does not have the
+    requested streams.
+    """
     if init.has_lora and options.streams.mode is Mode.SHARED and not options.streams.lora_rank:
-        raise InputError(f"--init {init.folder} has a LoRA to go on with: omit --lora-rank 0, or use --mode lossless")
+        raise InputError(
+            f"--init {init.folder} has a LoRA to go on with: omit --lora-rank 0, or use --mode lossless"
+        )
     if options.freeze_lora and not init.has_lora:
         raise InputError(f"--freeze-lora: --init {init.folder} has no LoRA")
     if init.settings is None or options.objective is Objective.NEXT_TOKEN:
@@ -137,7 +172,9 @@ def _choose_vocabulary(job: Job, model: StreamModel, fresh: bool, samples: list[
     if streams is None or not streams.config.draft_vocabulary:
         return
     if fresh:
-        ids = draft_ids(samples, job.tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab)
+        ids = draft_ids(
+            samples, job.tokenizer.stop_ids, streams.config.draft_vocabulary, streams.vocab
+        )
         streams.draft_ids.copy_(torch.tensor(ids))
     model.take_draft_rows()
     share = covered(samples, streams.draft_ids.tolist())
@@ -146,8 +183,12 @@ def _choose_vocabulary(job: Job, model: StreamModel, fresh: bool, samples: list[
 
 
 def draft_ids(samples: Sequence[Sample], always: Iterable[int], size: int, vocab: int) -> list[int]:
-    """``size`` ascending ids: ``always``, then the most frequent in completions, in prompts, then the lowest. Answers
-    repeat words of their prompts, and low ids are frequent if tokens were merged by frequency."""
+    """``size`` ascending ids: ``always``, then the most frequent in completions, in prompts, then
+    the lowest.
+
+    Answers repeat words of their prompts, and low ids are frequent if tokens were merged by
+    frequency.
+    """
     completions = Counter(token for sample in samples for token in sample.ids[sample.prompt :])
     prompts = Counter(token for sample in samples for token in sample.ids[: sample.prompt])
     first = set(always)
@@ -165,7 +206,9 @@ def covered(samples: Sequence[Sample], ids: Sequence[int]) -> float:
 
 
 def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tuple[Any, StreamModel]:
-    """The PEFT model (None without a LoRA) and the StreamModel around the same layers; only adapters are trained."""
+    """The PEFT model (None without a LoRA) and the StreamModel around the same layers; only
+    adapters are trained.
+    """
     hf.requires_grad_(False)
     wrapped = None
     if options.streams.trains_lora:
@@ -175,14 +218,20 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
             wrapped = open_lora(hf, init.folder, trainable=not options.freeze_lora)
         else:
             rank = options.streams.lora_rank
-            lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            lora = LoraConfig(
+                r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
             wrapped = get_peft_model(hf, lora)
         hf = wrapped.base_model.model
     config = None if options.objective is Objective.NEXT_TOKEN else options.streams
     model = loading.build(hf, config, options.max_length)
     before = init.settings.streams if init is not None and init.settings is not None else None
     if model.streams is not None:
-        added = tuple(term for rank, term in ADDED.items() if getattr(config, rank) and not getattr(before, rank, 0))
+        added = tuple(
+            term
+            for rank, term in ADDED.items()
+            if getattr(config, rank) and not getattr(before, rank, 0)
+        )
         if init is not None and before is not None:
             load_streams(init.folder, model.streams, added)
         if "follow" in added:
@@ -191,7 +240,12 @@ def _prepare(hf: Any, options: TrainOptions, init: AdapterFolder | None) -> tupl
 
 
 def _save(
-    options: TrainOptions, wrapped: Any, streams: Streams | None, identity: BaseIdentity, rows: int, history: History
+    options: TrainOptions,
+    wrapped: Any,
+    streams: Streams | None,
+    identity: BaseIdentity,
+    rows: int,
+    history: History,
 ) -> None:
     """Write PEFT's files (LoRA in float16) and the streams."""
     options.out.mkdir(parents=True, exist_ok=True)
@@ -201,7 +255,9 @@ def _save(
                 p.data = p.data.half()
         for config in wrapped.peft_config.values():  # PEFT notes where the base lay on this machine
             config.base_model_name_or_path = Path(options.model).name
-        wrapped.save_pretrained(str(options.out), save_embedding_layers=False)  # "auto" asks the hub
+        wrapped.save_pretrained(
+            str(options.out), save_embedding_layers=False
+        )  # "auto" asks the hub
         (options.out / "README.md").unlink(missing_ok=True)
     if streams is not None:
         tail = history[-50:]
@@ -214,16 +270,22 @@ def _save(
             "alphas": [options.weights.main, options.weights.stream],
             "self_distill": options.self_distill or options.self_prompt is not None,
             "self_prompt": options.self_prompt or 0,
-            "final_loss": [round(sum(h[i] for h in tail) / len(tail), 4) for i in range(1, len(tail[0]))],
+            "final_loss": [
+                round(sum(h[i] for h in tail) / len(tail), 4) for i in range(1, len(tail[0]))
+            ],
         }
-        settings = AdapterSettings(options.app, options.streams, identity, options.instruction, training)
+        settings = AdapterSettings(
+            options.app, options.streams, identity, options.instruction, training
+        )
         write_streams(options.out, streams, settings)
     for file in options.out.glob("*.safetensors"):  # the library lets only their owner read them
         file.chmod(stat.S_IMODE(options.out.stat().st_mode) & 0o666)
 
 
 def _keep(init: Path, names: Iterable[str], out: Path) -> None:
-    """Copy files of ``--init``: the streams that are written next fit no other LoRA and no other tokenizer."""
+    """Copy files of ``--init``: the streams that are written next fit no other LoRA and no other
+    tokenizer.
+    """
     out.mkdir(parents=True, exist_ok=True)
     if not out.samefile(init):
         for name in names:

@@ -14,7 +14,9 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\ns
 
 
 def sharded(folder: Path, *names: str) -> Path:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}})
+    )
     return folder
 
 
@@ -23,7 +25,9 @@ def test_files_that_transformers_does_not_load_do_not_matter(tmp_path: Path) -> 
     alone = weights_sha256(tmp_path)
     for stray in ("consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
         (tmp_path / stray).write_text(POINTER)
-    sharded(tmp_path, "model-00001-of-00001.safetensors")  # transformers looks for the whole file first
+    sharded(
+        tmp_path, "model-00001-of-00001.safetensors"
+    )  # transformers looks for the whole file first
     assert weight_files(tmp_path) == [tmp_path / WHOLE]
     assert weights_sha256(tmp_path) == alone
 
@@ -47,17 +51,23 @@ def test_weights_in_another_form_are_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=r"no \.safetensors weights: neither .*index.json$"):
         weight_files(tmp_path)
     (tmp_path / name).write_text("")
-    with pytest.raises(InputError, match=rf"{name} is not what transformers loads; convert it with transformers"):
+    with pytest.raises(
+        InputError, match=rf"{name} is not what transformers loads; convert it with transformers"
+    ):
         weight_files(tmp_path)
 
 
 def test_a_pointer_and_a_file_that_is_missing_are_named(tmp_path: Path) -> None:
     sharded(tmp_path, "a.safetensors", "b.safetensors")
     (tmp_path / "a.safetensors").write_text(POINTER)
-    with pytest.raises(InputError, match=r"a\.safetensors is a Git LFS pointer, not the file itself: fetch it"):
+    with pytest.raises(
+        InputError, match=r"a\.safetensors is a Git LFS pointer, not the file itself: fetch it"
+    ):
         weight_files(tmp_path)
     (tmp_path / "a.safetensors").write_text("")
-    with pytest.raises(InputError, match=r"b\.safetensors: no such file, but model.safetensors.index.json lists it"):
+    with pytest.raises(
+        InputError, match=r"b\.safetensors: no such file, but model.safetensors.index.json lists it"
+    ):
         weight_files(tmp_path)
 
 

@@ -30,7 +30,11 @@ def test_all_kinds_of_floats_are_read(tmp_path: Path) -> None:
     kinds["BF16"] = (values.astype("<f4").view(np.uint32) >> 16).astype("<u2")
     for kind, stored in kinds.items():
         data = stored.tobytes()
-        file = write(tmp_path / kind, {"__metadata__": {"a": "b"}, "x": entry(kind, [2, 2], 0, len(data))}, data)
+        file = write(
+            tmp_path / kind,
+            {"__metadata__": {"a": "b"}, "x": entry(kind, [2, 2], 0, len(data))},
+            data,
+        )
         np.testing.assert_array_equal(read_floats(file)["x"], values.astype(np.float32))
 
 
@@ -51,7 +55,9 @@ def test_all_kinds_of_floats_are_read(tmp_path: Path) -> None:
         ([1], b"", "not a safetensors file"),
     ],
 )
-def test_broken_files_are_refused(tmp_path: Path, header: object, body: bytes, message: str) -> None:
+def test_broken_files_are_refused(
+    tmp_path: Path, header: object, body: bytes, message: str
+) -> None:
     with pytest.raises(InputError, match=message) as found:
         read_floats(write(tmp_path / "x", header, body))
     assert "\n" not in str(found.value)
@@ -68,7 +74,8 @@ def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_copied_of_tensors_that_share_their_bytes(tmp_path: Path) -> None:
-    size, names = 1 << 20, 200
+    size = 1 << 20
+    names = 200
     shared = {f"t{index}": entry("I8", [size], 0, size) for index in range(names)}
     file = write(tmp_path / "x", shared, bytes(size))
     tracemalloc.start()
@@ -83,17 +90,28 @@ def test_nothing_is_copied_of_tensors_that_share_their_bytes(tmp_path: Path) -> 
 def test_sizes_of_thousands_of_digits_are_not_multiplied(tmp_path: Path) -> None:
     shape = [10**4299] * 40
     with pytest.raises(InputError, match="number out of range"):
-        read_floats(write(tmp_path / "x", {"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}, bytes(4)))
+        read_floats(
+            write(
+                tmp_path / "x",
+                {"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}},
+                bytes(4),
+            )
+        )
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [(np.float32, 4), (np.float16, 2), (np.int8, 1)])
-def test_what_is_written_is_read_again_and_by_the_library(tmp_path: Path, dtype: type, bytes_each: int) -> None:
+def test_what_is_written_is_read_again_and_by_the_library(
+    tmp_path: Path, dtype: type, bytes_each: int
+) -> None:
     tensors = {"b": np.arange(6).reshape(2, 3).astype(dtype), "a": np.zeros((0, 2), dtype)}
     file = tmp_path / "adapter.safetensors"
     write_tensors(file, {**tensors, "turned": tensors["b"].T})
     found = read_tensors(file)
     assert list(found) == ["a", "b", "turned"]
-    assert all(np.array_equal(found[name], tensors[name]) and found[name].dtype == dtype for name in tensors)
+    assert all(
+        np.array_equal(found[name], tensors[name]) and found[name].dtype == dtype
+        for name in tensors
+    )
     assert all(value.flags.writeable for value in found.values())
     np.testing.assert_array_equal(found["turned"], tensors["b"].T)
     assert file.stat().st_size % 8 == 2 * 6 * bytes_each % 8

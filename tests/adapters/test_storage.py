@@ -20,18 +20,26 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize(("precision", "off"), [(Precision.FP32, 0.0), (Precision.FP16, 1e-3), (Precision.INT8, 0.02)])
+@pytest.mark.parametrize(
+    ("precision", "off"), [(Precision.FP32, 0.0), (Precision.FP16, 1e-3), (Precision.INT8, 0.02)]
+)
 def test_what_is_stored_comes_back(precision: Precision, off: float) -> None:
     found = restored(stored(TENSORS, precision))
     assert found.keys() == TENSORS.keys()
     for name, value in TENSORS.items():
         assert found[name].dtype == value.dtype and found[name].shape == value.shape
-        assert np.abs(found[name].astype(np.float64) - value).max(initial=0) <= off * np.abs(value).max(initial=0)
+        assert np.abs(found[name].astype(np.float64) - value).max(initial=0) <= off * np.abs(
+            value
+        ).max(initial=0)
 
 
 def test_int8_takes_a_byte_where_rows_pay_for_the_scales() -> None:
     found = stored(TENSORS, Precision.INT8)
-    assert {name for name, value in found.items() if value.dtype == np.int8} == {"up", "state.up", "down"}
+    assert {name for name, value in found.items() if value.dtype == np.int8} == {
+        "up",
+        "state.up",
+        "down",
+    }
     assert found["state.up" + SCALE].shape == (1, 24)
     assert found["thin"].dtype == found["scale"].dtype == np.float16
 

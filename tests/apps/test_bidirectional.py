@@ -1,4 +1,6 @@
-"""``apps/paper/bidirectional.py``: equation 3 of the second paper, in training and in decoding; and ``peeking.py``."""
+"""``apps/paper/bidirectional.py``: equation 3 of the second paper, in training and in decoding; and
+``peeking.py``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from tests.model.literal import Literal
 from tests.model.tiny import VOCAB, WINDOW, tiny_model
 from tests.runtime import tiny_bundle as tiny
 
-GAMMA, CONTEXT = 3, 64
+GAMMA = 3
+CONTEXT = 64
 BASE = tiny_model("mistral")  # with a window of three
 TREE = Tree.of([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)])
 PROMPT = torch.randint(0, VOCAB, (7,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -49,13 +52,17 @@ def make(config: StreamConfig) -> StreamModel:
 
 
 def literal_logits(model: StreamModel, tokens: Sequence[int], prompt: int) -> tuple[Tensor, Tensor]:
-    """Logits of main rows ``[S, V]`` and of the streams of rows ``prompt - 1`` on, ``[n, γ, V]``, row by row."""
+    """Logits of main rows ``[S, V]`` and of the streams of rows ``prompt - 1`` on, ``[n, γ, V]``,
+    row by row.
+    """
     assert model.streams is not None
     config = model.streams.config
     literal = Literal(BASE.config, BASE.state_dict(), config, model.streams.state_dict())
-    length, first = len(tokens), BASE.config.num_hidden_layers - config.msa_layers
+    length = len(tokens)
+    first = BASE.config.num_hidden_layers - config.msa_layers
     h = [literal.weights["model.embed_tokens.weight"][token] for token in tokens]
-    positions, sees = list(range(length)), [set(range(i + 1)) for i in range(length)]
+    positions = list(range(length))
+    sees = [set(range(i + 1)) for i in range(length)]
     for layer in range(first):
         h = literal.layer(layer, h, positions, sees, length)
     for t in range(prompt - 1, length):
@@ -77,7 +84,8 @@ def literal_logits(model: StreamModel, tokens: Sequence[int], prompt: int) -> tu
 @pytest.mark.parametrize("config", CONFIGS)
 def test_losses_are_those_of_the_equations(config: StreamConfig) -> None:
     """A batch with padding; each sum over the tokens of its completions."""
-    model, draw = make(config), torch.Generator().manual_seed(3)
+    model = make(config)
+    draw = torch.Generator().manual_seed(3)
     samples = [
         Sample(tuple(torch.randint(0, VOCAB, (size,), generator=draw).tolist()), prompt)
         for size, prompt in ((13, 7), (9, 4), (5, 3))
@@ -109,7 +117,8 @@ def test_every_node_of_a_step_is_as_in_the_equations(config: StreamConfig) -> No
     out = decoder.start(PROMPT)
     assert int(out.tokens[0]) == int(main[-1].argmax())
     assert out.drafts.tolist() == streams[-1].topk(TREE.width).indices.tolist()
-    root, given = int(out.tokens[0]), torch.tensor([[4, 8], [15, 16], [23, 42]], dtype=torch.int32)
+    root = int(out.tokens[0])
+    given = torch.tensor([[4, 8], [15, 16], [23, 42]], dtype=torch.int32)
     found = decoder.advance(decoder.step, root, given)
     for node, path in enumerate(TREE.paths):
         tokens = [*PROMPT, root, *(int(given[depth][rank]) for depth, rank in enumerate(path))]
@@ -148,14 +157,20 @@ def test_streams_of_other_nodes_change_nothing_and_its_own_do() -> None:
         assert torch.equal(after[node], before[node])
         mine = logits([node])
         path = TREE.path_table
-        below = [i for i in range(TREE.size) if node in path[i] and TREE.depths[i] - TREE.depths[node] < WINDOW]
+        below = [
+            i
+            for i in range(TREE.size)
+            if node in path[i] and TREE.depths[i] - TREE.depths[node] < WINDOW
+        ]
         for i in range(TREE.size):
             assert torch.equal(mine[i], before[i]) == (i not in below)
 
 
 @torch.no_grad()
 def test_plain_steps_and_speculative_ones_give_the_same_tokens() -> None:
-    """With oracle drafts: the plain continuation along one path of the tree, wrong tokens around it."""
+    """With oracle drafts: the plain continuation along one path of the tree, wrong tokens around
+    it.
+    """
     counts = set[int]()
     for config in CONFIGS:
         model = make(config)
@@ -165,7 +180,9 @@ def test_plain_steps_and_speculative_ones_give_the_same_tokens() -> None:
             found = [int(decoder.start(PROMPT).tokens[0])]
             while len(found) + TREE.emitted <= len(plain):
                 at = len(found)
-                drafts = torch.tensor([[(plain[at + d] + 1 + r) % VOCAB for r in range(2)] for d in range(GAMMA)])
+                drafts = torch.tensor(
+                    [[(plain[at + d] + 1 + r) % VOCAB for r in range(2)] for d in range(GAMMA)]
+                )
                 for depth, rank in enumerate(path):
                     drafts[depth, rank] = plain[at + depth]
                 out = decoder.advance(decoder.step, found[-1], drafts.int())
@@ -175,7 +192,10 @@ def test_plain_steps_and_speculative_ones_give_the_same_tokens() -> None:
             assert found == plain[: len(found)]
         assert Decoder(model, TREE, CONTEXT).answer(PROMPT, (), 24, drafting=True)[0] == plain
         stop = (plain[5],)
-        assert Decoder(model, TREE, CONTEXT).answer(PROMPT, stop, 24, True)[0] == plain[: plain.index(plain[5]) + 1]
+        assert (
+            Decoder(model, TREE, CONTEXT).answer(PROMPT, stop, 24, True)[0]
+            == plain[: plain.index(plain[5]) + 1]
+        )
     assert counts == {*range(1, TREE.emitted + 1)}
 
 
@@ -191,7 +211,10 @@ def test_ranks_are_those_of_steps() -> None:
     out = decoder.start(PROMPT)
     for at, token in enumerate(sample.ids[len(PROMPT) :]):
         ahead = sample.ids[len(PROMPT) + at + 1 :][:GAMMA]
-        drafts = [row.index(t) if t in row else VOCAB - 1 for row, t in zip(out.drafts.tolist(), ahead, strict=False)]
+        drafts = [
+            row.index(t) if t in row else VOCAB - 1
+            for row, t in zip(out.drafts.tolist(), ahead, strict=False)
+        ]
         assert ranks[at][: len(ahead)] == drafts and set(ranks[at][len(ahead) :]) <= {MISS}
         out = decoder.advance(decoder.plain, token, out.drafts)
 
@@ -203,26 +226,54 @@ def test_what_a_row_knows_of_the_tokens_after_it(name: str) -> None:
     model = build(tiny_model("llama"), StreamConfig(gamma=GAMMA, msa_layers=1), CONTEXT).eval()
     with peeking.peeking(peeking.ARMS[name]):
         loss = bidirectional.answers.StreamingLoss(model, LossWeights(1.0, 0.0))
-    tokens, t = torch.randint(0, VOCAB, (1, 14), generator=torch.Generator().manual_seed(2)), 5
-    before, known = loss.states(tokens)[0, t], []  # type: ignore[operator]
+    tokens = torch.randint(0, VOCAB, (1, 14), generator=torch.Generator().manual_seed(2))
+    t = 5
+    # type: ignore[operator]
+    before = loss.states(tokens)[0, t]
+    known = []
     for at in range(14):
         other = tokens.clone()
         other[0, at] = (other[0, at] + 1) % VOCAB
         if not torch.equal(loss.states(other)[0, t], before):  # type: ignore[operator]
             known.append(at - t)
-    past, seen = [*range(-t, 1)], [*range(2, GAMMA + 2)]
+    past = [*range(-t, 1)]
+    seen = [*range(2, GAMMA + 2)]
     if name == "the rows of these tokens":
         assert {*past, 1, *seen} < {*known}
     else:
         assert known == [*past, *(seen if name == "these tokens alone" else [])]
 
 
-def test_the_script_trains_both_arms_and_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": text, "completion": text[::-1] * 2} for text in ("abcab", "bca", "hello", "abc")]
+def test_the_script_trains_both_arms_and_compares_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": text, "completion": text[::-1] * 2} for text in ("abcab", "bca", "hello", "abc")
+    ]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = ["--model", str(tiny.base_folder()), "--data", str(data), "--dev", str(data), "--out", str(tmp_path)]
-    few = ["--steps", "2", "--batch-size", "2", "--max-length", "64", "--answer-tokens", "8", "--gamma", "2"]
+    files = [
+        "--model",
+        str(tiny.base_folder()),
+        "--data",
+        str(data),
+        "--dev",
+        str(data),
+        "--out",
+        str(tmp_path),
+    ]
+    few = [
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--max-length",
+        "64",
+        "--answer-tokens",
+        "8",
+        "--gamma",
+        "2",
+    ]
     bidirectional.main([*files, *few, "--msa-layers", "1", "--rank", "2"])
     shown = capsys.readouterr().out
     assert "| main rows only |" in shown and "| and their streams |" in shown

@@ -43,7 +43,9 @@ PROMPTS = 30
 Prompts = Sequence[Sequence[int]]
 
 
-def run(folder: Path, prompts: str, *options: str, program: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, prompts: str, *options: str, program: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [str(program or host_build.host()), str(folder), "--threads", "1", *options]
     return subprocess.run(command, input=prompts, capture_output=True, text=True)
 
@@ -52,8 +54,15 @@ def lines(rows: Prompts) -> str:
     return "".join(" ".join(map(str, row)) + "\n" for row in rows)
 
 
-MODES = (("speculative", "--speculative"), ("plain", "--plain"), ("plain_step", "--plain-step"), ("adaptive", ""))
-"""Python's decoding modes, and the options of the host; when the last one makes steps depends on what they take."""
+MODES = (
+    ("speculative", "--speculative"),
+    ("plain", "--plain"),
+    ("plain_step", "--plain-step"),
+    ("adaptive", ""),
+)
+"""Python's decoding modes, and the options of the host; when the last one makes steps depends on
+what they take.
+"""
 
 
 def compare(
@@ -71,13 +80,20 @@ def compare(
         for mode, option in MODES:
             if sampling and mode == "plain_step":
                 continue
-            expected, emitted, steps = [], 0, 0
+            expected = []
+            emitted = 0
+            steps = 0
             for ids in given:
                 list(session.runs(ids, max_tokens=max_tokens, mode=mode, sampling=sampling))
                 expected.append(session.last.tokens)
                 emitted += sum(session.last.accepted)
                 steps += session.last.steps
-            options = ["--max-tokens", str(max_tokens), *option.split(), *([] if with_kernels else ["--no-kernels"])]
+            options = [
+                "--max-tokens",
+                str(max_tokens),
+                *option.split(),
+                *([] if with_kernels else ["--no-kernels"]),
+            ]
             options += asked
             done = run(bundle.folder, lines(given), *options)
             assert (done.returncode, done.stdout) == (0, lines(expected)), done.stderr
@@ -89,7 +105,9 @@ def compare(
 
 def options_of(sampling: Sampling) -> list[str]:
     """The options of the host that ask for it."""
-    asked = [f"--logit-bias={token}={bias}".split("=", 1) for token, bias in sampling.logit_bias.items()]
+    asked = [
+        f"--logit-bias={token}={bias}".split("=", 1) for token, bias in sampling.logit_bias.items()
+    ]
     for each in fields(Sampling):
         value = getattr(sampling, each.name)
         if isinstance(value, (int, float)) and value != each.default:
@@ -106,10 +124,19 @@ def with_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("quant", "dtype"), [("int8", CacheDtype.FP16), ("fp32", CacheDtype.FP32)])
 @pytest.mark.parametrize("max_tokens", [2, 40])
-def test_tokens_are_those_of_python(max_tokens: int, quant: str, dtype: CacheDtype, with_kernels: bool) -> None:
+def test_tokens_are_those_of_python(
+    max_tokens: int, quant: str, dtype: CacheDtype, with_kernels: bool
+) -> None:
     def prompts(session: Session) -> Prompts:
-        geometry, random = session.engine.geometry, Random(0)
-        sizes = [1, geometry.chunk, geometry.chunk + 1, geometry.context - 1, geometry.context]  # and some at random
+        geometry = session.engine.geometry
+        random = Random(0)
+        sizes = [
+            1,
+            geometry.chunk,
+            geometry.chunk + 1,
+            geometry.context - 1,
+            geometry.context,
+        ]  # and some at random
         sizes += [random.randint(1, geometry.context) for _ in range(PROMPTS - len(sizes))]
         return [[random.randrange(1, geometry.vocab) for _ in range(size)] for size in sizes]
 
@@ -122,15 +149,29 @@ SAMPLERS = (
     Sampling(temperature=0.8, seed=(1 << 64) - 1),
     Sampling(temperature=1.2, top_p=0.9, typical_p=0.9, repetition_penalty=1.2, seed=3),
     Sampling(temperature=0.7, top_k=5, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
-    Sampling(repetition_penalty=1.3, no_repeat_ngram_size=3, logit_bias={5: 3.0, 7: -3.5, 0: 9.0}, min_new_tokens=4),
+    Sampling(
+        repetition_penalty=1.3,
+        no_repeat_ngram_size=3,
+        logit_bias={5: 3.0, 7: -3.5, 0: 9.0},
+        min_new_tokens=4,
+    ),
 )
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=range(len(SAMPLERS)))
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "lookup"])
-def test_sampled_tokens_are_those_of_python(sampling: Sampling, streams: bool, with_kernels: bool) -> None:
+def test_sampled_tokens_are_those_of_python(
+    sampling: Sampling, streams: bool, with_kernels: bool
+) -> None:
     bundle = tiny.tiny_bundle("int8", streams, repeats=0 if streams else 3, choose=True)
-    prompts = [[5], [1, 2, 3, 4] * 4, [7, 5, 3], [2] * 9, [9] * (tiny.CONTEXT - 3), [9] * tiny.CONTEXT]
+    prompts = [
+        [5],
+        [1, 2, 3, 4] * 4,
+        [7, 5, 3],
+        [2] * 9,
+        [9] * (tiny.CONTEXT - 3),
+        [9] * tiny.CONTEXT,
+    ]
     compare(bundle, lambda _: prompts, 40, with_kernels, sampling)
 
 
@@ -141,7 +182,9 @@ def test_a_bundle_for_sampling_decodes_greedily_without_options(with_kernels: bo
 @pytest.mark.parametrize("file", [VECTORS, SESSIONS], ids=["choices", "sessions"])
 def test_answers_are_those_of_the_test_vectors(file: Path) -> None:
     done = subprocess.run([host_build.vectors(), file], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("0 of "), done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("0 of "), (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,9 +198,15 @@ def test_answers_are_those_of_the_test_vectors(file: Path) -> None:
         (["--temperature", "1", "--seed", str(1 << 64)], f"from 0 to {(1 << 64) - 1}"),
         (["--temperature", "1", "--seed", "-1"], "--seed is"),
         (["--temperature", "1", "--top-k", "2.5"], '--top-k is "2.5", expected a whole number'),
-        (["--seed", "3", "--temperature", "0"], "--seed has no effect: --temperature 0 chooses the likeliest token"),
+        (
+            ["--seed", "3", "--temperature", "0"],
+            "--seed has no effect: --temperature 0 chooses the likeliest token",
+        ),
         (["--temperature", "0", "--sample"], "--sample has no effect: --temperature 0"),
-        (["--sample", "--plain-step"], "--plain-step takes the graph's own tokens; with sampling choose --plain"),
+        (
+            ["--sample", "--plain-step"],
+            "--plain-step takes the graph's own tokens; with sampling choose --plain",
+        ),
         (["--logit-bias", "5"], '--logit-bias is "5", expected ID=X'),
         (["--logit-bias", "5=x"], "expected a number"),
         (["--logit-bias", "99999=1"], "token 99999 is not one of the model's"),
@@ -174,16 +223,24 @@ def test_what_cannot_be_sampled_is_one_line(options: list[str], message: str) ->
 def test_a_request_that_forbids_every_token_is_one_line() -> None:
     bundle = tiny.tiny_bundle("int8", choose=True)
     banned = chain(*(("--logit-bias", f"{token}=-inf") for token in range(bundle.geometry.vocab)))
-    refused(run(bundle.folder, "1 2 3\n", *banned), "the request forbids every token that the model could choose")
+    refused(
+        run(bundle.folder, "1 2 3\n", *banned),
+        "the request forbids every token that the model could choose",
+    )
 
 
 def test_a_bundle_that_chooses_in_its_graphs_refuses_sampling() -> None:
-    refused(run(tiny.tiny_bundle("int8").folder, "1 2 3\n", "--temperature", "1"), "export it with --choose host")
+    refused(
+        run(tiny.tiny_bundle("int8").folder, "1 2 3\n", "--temperature", "1"),
+        "export it with --choose host",
+    )
 
 
 def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(folder: Path) -> None:
     bundle = tiny.tiny_bundle("int8", choose=True)
-    file = recommending(bundle, folder, top_k=5, repetition_penalty=1.4, temperature=0.9, suppress=[7, 9])
+    file = recommending(
+        bundle, folder, top_k=5, repetition_penalty=1.4, temperature=0.9, suppress=[7, 9]
+    )
     prompts = [[1, 2, 3], [7]]
     with Session.open(file) as session:
         for options, asked in (
@@ -199,7 +256,10 @@ def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(folder: Pa
             assert (done.returncode, done.stdout) == (0, lines(expected)), done.stderr
     done = run(file, lines(prompts), "--max-tokens", "20")
     assert done.stderr.startswith("host: the model recommends sampling; --sample does so\n")
-    assert done.stdout == run(bundle.folder, lines(prompts), "--max-tokens", "20", "--temperature", "0").stdout
+    assert (
+        done.stdout
+        == run(bundle.folder, lines(prompts), "--max-tokens", "20", "--temperature", "0").stdout
+    )
     wrong = recommending(bundle, folder, top_p=3.0)
     refused(run(wrong, "1\n", "--sample"), "top_p is 3.0, expected more than 0 to 1.0")
 
@@ -234,9 +294,13 @@ def test_drafts_repeat_the_text_of_a_model_without_streams(
 
 
 @pytest.mark.parametrize(("beyond", "per_call"), [(False, 2), (True, 1)])
-def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, per_call: int) -> None:
+def test_a_phrase_that_the_model_says_is_drafted(
+    tmp_path: Path, beyond: bool, per_call: int
+) -> None:
     bundle, prompt, answer = tiny.bundle_with_a_phrase(tmp_path / "bundle", beyond=beyond)
-    compare(bundle, lambda _: [prompt, *([token] for token in range(1, 10))], 20, with_kernels=False)
+    compare(
+        bundle, lambda _: [prompt, *([token] for token in range(1, 10))], 20, with_kernels=False
+    )
     done = run(bundle.folder, lines([prompt]), "--max-tokens", "3", "--no-kernels")
     assert (done.returncode, done.stdout) == (0, lines([answer])), done.stderr
     assert float(done.stderr.split()[2]) == per_call
@@ -244,14 +308,21 @@ def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, p
 
 @pytest.mark.parametrize("size", [12, 8 << LARGEST])
 def test_a_table_of_phrases_that_is_none_is_one_line(tmp_path: Path, size: int) -> None:
-    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(size))
-    refused(run(bundle.folder, "1 2 3\n", "--no-kernels"), f"phrases.bin: {size} bytes are no table of phrases")
+    bundle = tiny.with_phrases(
+        tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(size)
+    )
+    refused(
+        run(bundle.folder, "1 2 3\n", "--no-kernels"),
+        f"phrases.bin: {size} bytes are no table of phrases",
+    )
 
 
 def test_a_bundle_for_plain_decoding_needs_no_option(with_kernels: bool) -> None:
     bundle = tiny.tiny_bundle("int8", streams=False)
     chosen: tuple[list[str], ...] = ([], ["--plain"], ["--plain-step"], ["--speculative"])
-    answers = {run(bundle.folder, "1 2 3\n", "--max-tokens", "9", *options).stdout for options in chosen}
+    answers = {
+        run(bundle.folder, "1 2 3\n", "--max-tokens", "9", *options).stdout for options in chosen
+    }
     assert len(answers) == 1 and len(answers.pop().split()) > 1
 
 
@@ -263,7 +334,9 @@ def test_tokens_of_the_shipped_model_are_those_of_python(with_kernels: bool) -> 
 
         adapters = (("sql", MODELS / "adapters" / "sql-shared"),)
         base = str(MODELS / "base-7m")
-        options = ExportOptions(model=base, target="onnx", quant=Quant.INT8, out=out, adapters=adapters)
+        options = ExportOptions(
+            model=base, target="onnx", quant=Quant.INT8, out=out, adapters=adapters
+        )
         export_bundle(options, lambda *_: None)
 
     def prompts(session: Session) -> Prompts:
@@ -278,16 +351,23 @@ def test_tokens_of_the_shipped_model_are_those_of_python(with_kernels: bool) -> 
 def test_it_builds_with_cmake(tmp_path: Path) -> None:
     if not shutil.which("cmake"):
         pytest.skip("needs a C++ compiler and CMake (Debian: apt-get install g++ cmake)")
-    for arguments in (["-S", SOURCES, "-B", tmp_path, f"-DONNXRUNTIME={host_build.package()}"], ["--build", tmp_path]):
+    for arguments in (
+        ["-S", SOURCES, "-B", tmp_path, f"-DONNXRUNTIME={host_build.package()}"],
+        ["--build", tmp_path],
+    ):
         done = subprocess.run(["cmake", *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    done = run(tiny.tiny_bundle("int8").folder, "1 2 3\n", "--max-tokens", "1", program=tmp_path / "host")
+    done = run(
+        tiny.tiny_bundle("int8").folder, "1 2 3\n", "--max-tokens", "1", program=tmp_path / "host"
+    )
     assert done.returncode == 0 and len(done.stdout.split()) == 1
 
 
 def with_a_slot(file: Path) -> None:
     model = onnx.load(file, load_external_data=False)
-    model.graph.input.append(onnx.helper.make_tensor_value_info("slot", onnx.TensorProto.FLOAT, [2]))
+    model.graph.input.append(
+        onnx.helper.make_tensor_value_info("slot", onnx.TensorProto.FLOAT, [2])
+    )
     onnx.save(model, file)
 
 
@@ -297,7 +377,9 @@ def with_double_rows(file: Path) -> None:
     for node in model.graph.node:
         node.output[:] = [f"{name}_narrow" if name == ROWS else name for name in node.output]
     rows.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
-    model.graph.node.append(onnx.helper.make_node("Cast", [f"{ROWS}_narrow"], [ROWS], to=onnx.TensorProto.DOUBLE))
+    model.graph.node.append(
+        onnx.helper.make_node("Cast", [f"{ROWS}_narrow"], [ROWS], to=onnx.TensorProto.DOUBLE)
+    )
     onnx.save(model, file)
 
 
@@ -331,8 +413,14 @@ def refused_by_both(folder: Path, message: str) -> None:
     [
         (Path.unlink, "no tensor file"),
         (lambda file: file.write_bytes(b"no model"), "step.onnx failed"),
-        (lambda file: shutil.copy(file.with_name("step_plain.onnx"), file), 'the graph has no tensor "drafts"'),
-        (lambda file: shutil.copy(file.with_name("prefill.onnx"), file), '"chunk" is no tensor of the contract'),
+        (
+            lambda file: shutil.copy(file.with_name("step_plain.onnx"), file),
+            'the graph has no tensor "drafts"',
+        ),
+        (
+            lambda file: shutil.copy(file.with_name("prefill.onnx"), file),
+            '"chunk" is no tensor of the contract',
+        ),
         (with_a_slot, '"slot" is no tensor of the contract'),
         (with_double_rows, '"rows" is no tensor of the contract, or has another type'),
         (of_an_fp32_bundle, '"past_keys.0" is no tensor of the contract, or has another type'),
@@ -343,7 +431,10 @@ def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
 ) -> None:
     change(folder / "step.onnx")
     assert rehash(folder)
-    refused(run(folder, "1 2 3\n", "--no-kernels"), message if (folder / "step.onnx").exists() else "is not in files")
+    refused(
+        run(folder, "1 2 3\n", "--no-kernels"),
+        message if (folder / "step.onnx").exists() else "is not in files",
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,12 +476,20 @@ def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
         ("roles/step", "steps.onnx", '"steps.onnx" is not in files'),
         ("roles/step", "../step.onnx", 'is "../step.onnx", expected ^'),
         ("files/step.onnx/size", 1, " bytes, manifest.json says 1"),
-        ("files/step.onnx/sha256", "0" * 64, "step.onnx is damaged: its sha256 is not the one in manifest.json"),
+        (
+            "files/step.onnx/sha256",
+            "0" * 64,
+            "step.onnx is damaged: its sha256 is not the one in manifest.json",
+        ),
         ("files/more.onnx", {"size": 0, "sha256": "0" * 64}, "more.onnx: there is no such file"),
         ("files/Step.onnx", {"size": 0, "sha256": "0" * 64}, "Step.onnx: there is no such file"),
         ("files/a~1NUL.txt", {"size": 0, "sha256": "0" * 64}, "Windows reserves a name"),
         ("files/MANIFEST.json", {"size": 0, "sha256": "0" * 64}, "appears twice, or is reserved"),
-        ("files/~1etc~1passwd", {"size": 0, "sha256": "0" * 64}, 'a name is "/etc/passwd", expected ^'),
+        (
+            "files/~1etc~1passwd",
+            {"size": 0, "sha256": "0" * 64},
+            'a name is "/etc/passwd", expected ^',
+        ),
         ("files/a~1..~1b", {"size": 0, "sha256": "0" * 64}, 'a name is "a/../b", expected ^'),
         ("chat/frames", ..., "no template, and no frames of whole conversations"),
         ("chat/frames/user", None, "no template, and no frames of whole conversations"),
@@ -401,7 +500,9 @@ def test_a_graph_that_is_not_that_of_the_manifest_is_one_line(
         ("tools/\x1b[31m", "x" * 201, '["tools"]["\\u001b[31m"] has 201 characters, at most 200'),
     ],
 )
-def test_a_manifest_that_python_refuses_is_one_line(folder: Path, place: str, value: object, message: str) -> None:
+def test_a_manifest_that_python_refuses_is_one_line(
+    folder: Path, place: str, value: object, message: str
+) -> None:
     file = folder / "manifest.json"
     document = json.loads(file.read_text("utf-8"))
     *parents, last = [part.replace("~1", "/") for part in place.split("/")]
@@ -417,7 +518,9 @@ def test_a_manifest_that_python_refuses_is_one_line(folder: Path, place: str, va
 
 
 def test_drafts_that_are_verified_but_not_made_again_are_one_line(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny.tiny_bundle("int8", choose=True).folder, tmp_path / "bundle"))
+    folder = Path(
+        shutil.copytree(tiny.tiny_bundle("int8", choose=True).folder, tmp_path / "bundle")
+    )
     file = folder / "manifest.json"
     document = json.loads(file.read_text("utf-8"))
     document["functions"] = [each for each in document["functions"] if each["name"] != "draft"]
@@ -429,7 +532,10 @@ def test_bundles_that_only_other_hosts_run_are_one_line(folder: Path) -> None:
     file = folder / "manifest.json"
     document = json.loads(file.read_text("utf-8"))
     apps = [*document["apps"], {**document["apps"][0], "name": "more"}]
-    others = (({"apps": apps}, "this host runs bundles of one app"), ({"target": "coreml"}, "another target than onnx"))
+    others = (
+        ({"apps": apps}, "this host runs bundles of one app"),
+        ({"target": "coreml"}, "another target than onnx"),
+    )
     for changes, message in others:
         file.write_text(json.dumps({**document, **changes}), "utf-8")
         Bundle.open(folder)
@@ -452,7 +558,9 @@ def test_bundles_that_only_other_hosts_run_are_one_line(folder: Path) -> None:
         (b"{", b" " * (4 << 20) + b"{", "more than 4194304 bytes"),
     ],
 )
-def test_json_on_which_readers_may_disagree_is_one_line(folder: Path, old: bytes, new: bytes, message: str) -> None:
+def test_json_on_which_readers_may_disagree_is_one_line(
+    folder: Path, old: bytes, new: bytes, message: str
+) -> None:
     file = folder / "manifest.json"
     file.write_bytes(file.read_bytes().replace(old, new, 1))
     refused_by_both(folder, message)
@@ -462,7 +570,10 @@ def test_json_on_which_readers_may_disagree_is_one_line(folder: Path, old: bytes
     ("change", "message"),
     [
         (lambda folder: shutil.rmtree(folder), "no such bundle"),
-        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: there is no such file"),
+        (
+            lambda folder: (folder / "manifest.json").unlink(),
+            "manifest.json: there is no such file",
+        ),
         (lambda folder: (folder / "manifest.json").write_bytes(b""), "not JSON"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "is array, expected object"),
         (lambda folder: extend(folder / "manifest.json", b"\0"), "a NUL character"),
@@ -529,16 +640,27 @@ def test_wrong_options_are_one_line(tmp_path: Path, options: list[str]) -> None:
     refused(run(tmp_path, "", *options), "expected BUNDLE [--plain")
 
 
-@pytest.mark.parametrize("options", [["--max-tokens", "0"], ["--max-tokens", "99999999999"], ["--threads", "two"]])
+@pytest.mark.parametrize(
+    "options", [["--max-tokens", "0"], ["--max-tokens", "99999999999"], ["--threads", "two"]]
+)
 def test_wrong_numbers_are_one_line(tmp_path: Path, options: list[str]) -> None:
     refused(run(tmp_path, "", *options), "expected a whole number from 1 to 2147483647")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_answers_that_cannot_be_written_are_an_error() -> None:
-    command = [str(host_build.host()), str(tiny.tiny_bundle("int8").folder), "--threads", "1", "--max-tokens", "2"]
+    command = [
+        str(host_build.host()),
+        str(tiny.tiny_bundle("int8").folder),
+        "--threads",
+        "1",
+        "--max-tokens",
+        "2",
+    ]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, input="1 2\n", stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, input="1 2\n", stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert (done.returncode, done.stderr) == (2, "host: the answers cannot be written\n")
 
 

@@ -1,4 +1,6 @@
-"""``apps/paper/figures.py``, ``rotation.py`` and ``sweep.py``: what they measure, and that they run."""
+"""``apps/paper/figures.py``, ``rotation.py`` and ``sweep.py``: what they measure, and that they
+run.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,18 @@ def turned(x: Tensor, tables: tuple[Tensor, Tensor], at: int) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize(("epsilon", "positions"), [(0.4, True), (0.4, False), (0.0, True)])
 def test_rotation_is_equation_8(model: Any, epsilon: float, positions: bool) -> None:
-    """The streams of one node through the MSA layer, stream by stream and head by head, in complex numbers."""
-    backbone, node = model.backbone, 9
-    layer, (tables,) = backbone.layers[model.first_msa], backbone.rope_tables().values()
+    """The streams of one node through the MSA layer, stream by stream and head by head, in complex
+    numbers.
+    """
+    backbone = model.backbone
+    node = 9
+    layer = backbone.layers[model.first_msa]
+    (tables,) = backbone.rope_tables().values()
     attention = layer.self_attn
     probe = StreamingLoss(model, LossWeights(0.0, 1.0))
     state = probe.run_main(BATCH.tokens)[0][0]
-    heads, dim = backbone.config.num_attention_heads, backbone.head_dim
+    heads = backbone.config.num_attention_heads
+    dim = backbone.head_dim
 
     def projected(linear: Any, h: Tensor) -> Tensor:
         return linear(layer.input_layernorm(h)).reshape(-1, dim)  # type: ignore[no-any-return]
@@ -65,7 +72,8 @@ def test_rotation_is_equation_8(model: Any, epsilon: float, positions: bool) -> 
         real, imaginary = values[node].chunk(2, -1)
         product = torch.complex(real, imaginary) * torch.exp(torch.tensor(1j * epsilon * n))
         values.append(torch.cat([product.real, product.imag], -1))
-        query, out = turned(projected(attention.q_proj, state[node]), tables, at), []
+        query = turned(projected(attention.q_proj, state[node]), tables, at)
+        out = []
         for head in range(heads):
             group = head // (heads // backbone.kv_heads)
             scores = torch.stack([query[head] @ key[group] for key in keys]) * dim**-0.5
@@ -75,13 +83,17 @@ def test_rotation_is_equation_8(model: Any, epsilon: float, positions: bool) -> 
     with rotation.told_apart(epsilon, positions):
         found = stream_states(model, node)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(stream_states(model, node), found), "outside the context streams have their identifiers"
+    assert not torch.allclose(stream_states(model, node), found), (
+        "outside the context streams have their identifiers"
+    )
 
 
 def test_half_precision_loses_small_rotations() -> None:
     values = torch.randn(64, 4, 32)
     for dtype in (torch.float16, torch.bfloat16):
-        found = [rotation.kept(values, 4, rotation.largest(n, 4), dtype) for n in (512, 8192, 1 << 20)]
+        found = [
+            rotation.kept(values, 4, rotation.largest(n, 4), dtype) for n in (512, 8192, 1 << 20)
+        ]
         assert sorted(found) == found and found[-1][0] > 0.99
 
 
@@ -92,27 +104,50 @@ def test_similarities_are_those_of_the_rows_streams_stand_for(model: Any) -> Non
         final = probe.run_main(BATCH.tokens)[1][0]
     for j in range(model.gamma):
         nodes = range(7, len(IDS) - j - 2)
-        cosines, right, main = [], [], []
+        cosines = []
+        right = []
+        main = []
         for node in nodes:
-            stream, true = stream_states(model, node)[j], final[node + j + 1]
+            stream = stream_states(model, node)[j]
+            true = final[node + j + 1]
             cosines.append(cosine_similarity(stream, true, dim=0))
             token = BATCH.tokens[0, node + j + 2]
             right.append(model.backbone.head(stream).argmax() == token)
             main.append(model.backbone.head(true).argmax() == token)
-        for name, values in (("cosine", cosines), ("right tokens", right), ("right tokens of the main row", main)):
-            assert found[name][-1][j] == pytest.approx(torch.stack(values).float().mean().item(), abs=1e-5), name
+        for name, values in (
+            ("cosine", cosines),
+            ("right tokens", right),
+            ("right tokens of the main row", main),
+        ):
+            assert found[name][-1][j] == pytest.approx(
+                torch.stack(values).float().mean().item(), abs=1e-5
+            ), name
     started = found["cosine of the row it started from"][0]
     assert len(found["cosine"]) == 2 and all(-1 <= value <= 1 for value in started)
 
 
-def test_sweep_trains_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_trains_measures_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Shared mode; then figures of what it trained, and a second run that runs nothing again."""
     data = tmp_path / "rows.jsonl"
     rows = [{"prompt": "abc" * n, "completion": "cab" * 4} for n in (1, 2, 3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    base, out = str(tiny.base_folder()), tmp_path / "out"
+    base = str(tiny.base_folder())
+    out = tmp_path / "out"
     words = ["--model", base, "--data", str(data), "--dev", str(data), "--out", str(out)]
-    words += ["--steps", "2", "--answer-tokens", "6", "--batch-size", "2", "--msa-layers", "1", "--precision", "fp32"]
+    words += [
+        "--steps",
+        "2",
+        "--answer-tokens",
+        "6",
+        "--batch-size",
+        "2",
+        "--msa-layers",
+        "1",
+        "--precision",
+        "fp32",
+    ]
     sweep.main([*words, "--rank", "2,4", "--gamma", "2"])
     first = capsys.readouterr().out
     assert "| rank=4 |" in first and first.count("\n") == 4
@@ -120,10 +155,18 @@ def test_sweep_trains_measures_and_goes_on(tmp_path: Path, capsys: pytest.Captur
     sweep.main([*words, "--rank", "2,4", "--gamma", "2"])
     assert capsys.readouterr().out == first
 
-    figures.main([
-        "--model", base, "--adapter", str(out / "rank=4"), "--data", str(data),
-        "--out", str(tmp_path / "figures"),
-    ])  # fmt: skip
+    figures.main(
+        [
+            "--model",
+            base,
+            "--adapter",
+            str(out / "rank=4"),
+            "--data",
+            str(data),
+            "--out",
+            str(tmp_path / "figures"),
+        ]
+    )
     found = json.loads((tmp_path / "figures" / "figures.json").read_text())
     slopes = found["gradients"]["trained"]
     assert len(slopes["losses"]) == 3 and len(slopes["norms of MLPs"]) == 2

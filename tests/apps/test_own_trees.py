@@ -1,4 +1,6 @@
-"""``apps/paper/own_trees.py`` and ``long_context.py``: trees of each method, their price, and answers by context."""
+"""``apps/paper/own_trees.py`` and ``long_context.py``: trees of each method, their price, and
+answers by context.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,19 @@ from tests.apps.test_composed import CONFIG
 from tests.runtime import tiny_bundle as tiny
 
 METHODS = ("Medusa-1", "EAGLE", "streams")
-RANKS = [[[rank, 2 + i] for i, rank in enumerate(ranks)] for ranks in ((0, 1, 1, 0, 1, 0, 1, 1), (1, 0, 0, 1, 1))]
+RANKS = [
+    [[rank, 2 + i] for i, rank in enumerate(ranks)]
+    for ranks in ((0, 1, 1, 0, 1, 0, 1, 1), (1, 0, 0, 1, 1))
+]
 
 
 def test_a_level_is_drafted_after_each_node_that_has_children() -> None:
     assert own_trees.levels(Tree.chain(3)) == [1, 1, 1]
-    assert own_trees.levels(Tree.of([[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 0, 0]])) == [1, 2, 1]
+    assert own_trees.levels(Tree.of([[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 0, 0]])) == [
+        1,
+        2,
+        1,
+    ]
 
 
 def test_the_products_of_our_draft_layers_are_nearly_all_of_its_operations() -> None:
@@ -34,11 +43,17 @@ def test_a_wider_tree_has_more_rows_of_each_product_that_reads_a_draft() -> None
     sizes = composed.Sizes(CONFIG, 0, gamma=2)
     sizes.drafted = [1, 3]
     for name in ("Hydra", "EAGLE", "MoA TLI 1"):
-        chain, wide = composed.DRAFTS[name](composed.Sizes(CONFIG, 0, gamma=2)), composed.DRAFTS[name](sizes)
+        chain = composed.DRAFTS[name](composed.Sizes(CONFIG, 0, gamma=2))
+        wide = composed.DRAFTS[name](sizes)
         assert [rows for rows, _, _ in wide[1]] == [1, 3] and len(wide[0]) == len(chain[0])
-        assert {after[0] - before[0] for before, after in zip(chain[0], wide[0], strict=True)} == {0, 2}
+        assert {after[0] - before[0] for before, after in zip(chain[0], wide[0], strict=True)} == {
+            0,
+            2,
+        }
     for name in ("BPD", "Medusa-1"):
-        assert composed.DRAFTS[name](sizes) == composed.DRAFTS[name](composed.Sizes(CONFIG, 0, gamma=2))
+        assert composed.DRAFTS[name](sizes) == composed.DRAFTS[name](
+            composed.Sizes(CONFIG, 0, gamma=2)
+        )
 
 
 @pytest.fixture
@@ -47,7 +62,9 @@ def out(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = {"gamma": 2, "draft_vocabulary": 16, "base": str(tmp_path), "dev_limit": 4}
     (tmp_path / "options.json").write_text(json.dumps(options))
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps({"method": name}) + "\n" for name in METHODS))
+    (tmp_path / "results.jsonl").write_text(
+        "".join(json.dumps({"method": name}) + "\n" for name in METHODS)
+    )
     for name in METHODS:
         folder = rivals.folder(Namespace(out=tmp_path), name)
         folder.mkdir()
@@ -65,12 +82,18 @@ def test_half_of_the_answers_choose_and_the_other_half_is_counted(
         files["steps"] = len(folders)
         return [[1.0, 2.0]] * 2 + [[1.0, 2.5]] * 2  # without streams, then with
 
-    monkeypatch.setattr(own_trees, "step_bundles", lambda args, base, trees, own: [out] * len([*trees, *own]))
+    monkeypatch.setattr(
+        own_trees, "step_bundles", lambda args, base, trees, own: [out] * len([*trees, *own])
+    )
     monkeypatch.setattr(own_trees, "timed", timed)
     monkeypatch.setattr(own_trees, "draft_ms", lambda drafts, few, rounds: [3.0] * len(drafts))
     own_trees.main([str(out), "--sizes", "2", "--bundles", str(out)])
     betas, speeds = [
-        {cells[1].strip(): cells[2:4] for line in part.splitlines() if len(cells := line.split("|")) > 3}
+        {
+            cells[1].strip(): cells[2:4]
+            for line in part.splitlines()
+            if len(cells := line.split("|")) > 3
+        }
         for part in capsys.readouterr().out.split("a plain call")
     ]
     beta = [tokens_per_step(RANKS, tree) for tree in (Tree.chain(2), Tree.of([[0], [1]]))]
@@ -88,7 +111,14 @@ def test_long_prompts_are_answered_alike_by_all_and_a_second_run_adds_nothing(
     prompts = [{"prompt": text} for text in ("abcabc", "bca", "hello", "cab")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     words = ["--model", str(tiny.base_folder()), "--adapter", str(tiny.adapter_folder())]
-    words += ["--data", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out"), "--quant", "fp32"]
+    words += [
+        "--data",
+        str(tmp_path / "prompts.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+        "--quant",
+        "fp32",
+    ]
     words += ["--contexts", "12,24", "--prompts", "2", "--max-tokens", "10", "--tree", "chain:2"]
     long_context.main(words)
     first = capsys.readouterr().out

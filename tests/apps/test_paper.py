@@ -1,4 +1,6 @@
-"""The methods of ``apps/paper``: each gives the tokens of plain decoding, and drafts what its paper says."""
+"""The methods of ``apps/paper``: each gives the tokens of plain decoding, and drafts what its paper
+says.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import numpy as np
 import pytest
 
 from apps.paper import methods, shapes, trees
-from apps.paper.drafters import Datastore, Lookahead, PromptLookup, Recycling, Rest, accepted, first_match, top
+from apps.paper.drafters import (
+    Datastore,
+    Lookahead,
+    PromptLookup,
+    Recycling,
+    Rest,
+    accepted,
+    first_match,
+    top,
+)
 from ssdevice.runtime.sampling.choice import walk
 from ssdevice.tree import MISS, Tree
 from tests.runtime import tiny_bundle as tiny
@@ -36,7 +47,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, results: Path) -> None:
     data = ["--data", str(folder / "prompts.jsonl"), "--store", str(folder / "answers.jsonl")]
     limits = ["--max-tokens", "40", "--threads", "1"]
-    methods.main(["run", str(folder / "bundles"), *data, "--results", str(results), *limits, *CHOSEN])
+    methods.main(
+        ["run", str(folder / "bundles"), *data, "--results", str(results), *limits, *CHOSEN]
+    )
 
 
 def test_every_method_gives_plain_decodings_tokens_and_a_second_run_adds_what_is_missing(
@@ -47,9 +60,12 @@ def test_every_method_gives_plain_decodings_tokens_and_a_second_run_adds_what_is
     found = [json.loads(line) for line in results.read_text().splitlines()]
     assert len(found) == 3 * len(SMALL)
     for line in found:
-        plain = next(each for each in found if (each["method"], each["prompt"]) == ("plain", line["prompt"]))
+        plain = next(
+            each for each in found if (each["method"], each["prompt"]) == ("plain", line["prompt"])
+        )
         assert (
-            line["tokens"] == plain["tokens"] and 1 <= len(line["rows"]) == len(line["ms"]) <= len(plain["tokens"]) - 1
+            line["tokens"] == plain["tokens"]
+            and 1 <= len(line["rows"]) == len(line["ms"]) <= len(plain["tokens"]) - 1
         )
     results.write_text("".join(json.dumps(line) + "\n" for line in found[:-2]))
     run(files, results)
@@ -64,7 +80,14 @@ def test_every_method_gives_plain_decodings_tokens_and_a_second_run_adds_what_is
 
 def test_another_answer_than_plain_decodings_ends_the_run(files: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    wrong = {"method": "plain", "prompt": 0, "kind": "", "tokens": [1, 2, 3], "rows": [1, 1], "ms": [1, 1]}
+    wrong = {
+        "method": "plain",
+        "prompt": 0,
+        "kind": "",
+        "tokens": [1, 2, 3],
+        "rows": [1, 1],
+        "ms": [1, 1],
+    }
     results.write_text(json.dumps(wrong) + "\n")
     with pytest.raises(SystemExit, match="prompt 0: .* instead of"):
         run(files, results)
@@ -99,7 +122,9 @@ def test_a_datastore_without_answers_finds_nothing() -> None:
 
 
 def test_rest_drafts_the_most_frequent_continuations_of_the_longest_end() -> None:
-    store = Datastore([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [2, 8], [2, 8], [2, 8], [2, 8]])
+    store = Datastore(
+        [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [2, 8], [2, 8], [2, 8], [2, 8]]
+    )
     rest = Rest(store, Tree.of([[0], [1], [0, 0], [0, 1], [1, 0]]))
     assert rest.draft([9, 1, 2]) == {1: 3, 2: 6, 3: 4, 4: 5, 5: 7}
     assert rest.draft([9, 9]) == {}
@@ -107,7 +132,9 @@ def test_rest_drafts_the_most_frequent_continuations_of_the_longest_end() -> Non
 
 def test_token_recycling_drafts_the_likeliest_tokens_after_each_token_of_the_last_rows() -> None:
     recycling = Recycling(Tree.of([[0], [1], [0, 0], [1, 0]]), k=2)
-    logits = np.array([[0, 3, 2, 0], [0, 0, 5, 4], [9, 0, 0, 8], [0, 0, 0, 0], [0, 0, 0, 0]], np.float32)
+    logits = np.array(
+        [[0, 3, 2, 0], [0, 0, 5, 4], [9, 0, 0, 8], [0, 0, 0, 0], [0, 0, 0, 0]], np.float32
+    )
     recycling.learn([3, 1, 2, 2, 2], logits[[0, 1, 2, 2, 2]], [])
     assert recycling.draft([0, 3]) == {1: 1, 2: 2, 3: 2, 4: 0}
 
@@ -120,7 +147,11 @@ def test_the_top_of_each_row_is_that_of_a_whole_sort() -> None:
 def test_the_accepted_path_is_the_deepest_of_all_right_ones() -> None:
     tree = shapes.own_columns(shapes.chains(2, 2))
     assert accepted(tree, [0, 5, 5, 7, 6], [5, 7, 6, 1, 2]) == (0, 1, 3)
-    assert accepted(tree, [0, 5, 5, 7, 6], [5, 6, 6, 1, 2]) == (0, 2, 4)  # a walk that enters node 1 ends there
+    assert accepted(tree, [0, 5, 5, 7, 6], [5, 6, 6, 1, 2]) == (
+        0,
+        2,
+        4,
+    )  # a walk that enters node 1 ends there
     drafts = np.array([[5, 5], [7, 6]], np.int32)
     assert walk(tree, drafts, [5, 6, 6, 1, 2].__getitem__) == ([0, 1], [5, 6])
 
@@ -134,7 +165,9 @@ def test_a_row_of_lookaheads_window_sees_the_oldest_level_up_to_its_column_and_i
     for level, column in product(range(n - 1), range(window)):
         node = tree.paths.index(levels[level][column])
         seen = {*levels[0][: column + 1], *(levels[below][column] for below in range(level + 1))}
-        assert {tree.paths[other] for other in range(tree.size) if tree.ancestors[node][other]} == seen
+        assert {
+            tree.paths[other] for other in range(tree.size) if tree.ancestors[node][other]
+        } == seen
         assert tree.depths[node] == level + column
     assert all(len(chain) == n - 1 for chain in chained)
     own = shapes.own_columns(tree)
@@ -162,7 +195,9 @@ def test_sequoias_program_finds_the_best_of_all_trees() -> None:
     every = list(Tree.full(2, 2).paths[1:])
 
     def value(tree: Tree) -> float:
-        return sum(float(np.prod([rates[d][rank] for d, rank in enumerate(path)])) for path in tree.paths)
+        return sum(
+            float(np.prod([rates[d][rank] for d, rank in enumerate(path)])) for path in tree.paths
+        )
 
     for size in range(1, 8):
         possible = [

@@ -18,8 +18,11 @@ DRAWN = 400
 
 def drawn(p: list[Any], q: list[Any], k: int, corrected: bool) -> tuple[Any, int]:
     """Frequencies of texts, and all tokens of steps, under rejection along each path, by drawing."""
-    rng, tree, depth = np.random.default_rng(0), Tree.full(k, len(q)), len(q)
-    counts, emitted = np.zeros([rules.V] * (depth + 1)), 0
+    rng = np.random.default_rng(0)
+    tree = Tree.full(k, len(q))
+    depth = len(q)
+    counts = np.zeros([rules.V] * (depth + 1))
+    emitted = 0
     for _ in range(DRAWS):
         drafts = [rng.choice(rules.V, k, p=each) for each in q]
         best: list[int] = []
@@ -32,7 +35,11 @@ def drawn(p: list[Any], q: list[Any], k: int, corrected: bool) -> tuple[Any, int
                 best = path
         d = len(best)
         emitted += d + 1
-        left = np.maximum(p[d][tuple(best)] - q[d], 0) if corrected and d < depth else p[d][tuple(best)]
+        left = (
+            np.maximum(p[d][tuple(best)] - q[d], 0)
+            if corrected and d < depth
+            else p[d][tuple(best)]
+        )
         text = [*best, rng.choice(rules.V, p=left / left.sum())]
         while len(text) <= depth:
             text.append(rng.choice(rules.V, p=p[len(text)][tuple(text)]))

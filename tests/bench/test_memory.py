@@ -14,7 +14,9 @@ from ssdevice.memory import own_peak_mb
 from ssdevice.runtime.engine import EngineOptions
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell the two apart")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the system does not tell the two apart"
+)
 def test_the_peak_does_not_include_the_parent() -> None:
     large = b"1" * 400_000_000
     asked = [sys.executable, "-c", "from ssdevice.memory import own_peak_mb; print(own_peak_mb())"]

@@ -67,7 +67,9 @@ def test_final_answer_is_the_number_after_the_mark(text: str, value: str | None)
 
 def test_final_answers_are_compared_as_numbers() -> None:
     examples = [Example("p", "a\n#### 1,000")] * 3
-    assert score("final_answer", ["b\n#### 1000.00", "#### 100", "1000"], examples) == {"final_answer": [1, 0, 0]}
+    assert score("final_answer", ["b\n#### 1000.00", "#### 100", "1000"], examples) == {
+        "final_answer": [1, 0, 0]
+    }
     with pytest.raises(InputError, match="example 1: its completion has no '#### number'"):
         score("final_answer", ["#### 1"], [Example("p", "one")])
 
@@ -76,7 +78,8 @@ def test_rouge_takes_the_best_reference_for_each_column() -> None:
     pytest.importorskip("rouge_score", reason="the rouge metric needs the bench extra")
     example = Example("p", "The cat sat.", ("The cat sat. It purred.", "A dog barks"))
     scores = score("rouge", ["It purred. The cat sat.", "A dog barked", "", "zebra"], [example] * 4)
-    # Sentences are matched one by one, so their order does not matter to ROUGE-Lsum; barks and barked share a stem.
+    # Sentences are matched one by one, so their order does not matter to ROUGE-Lsum; barks and
+    # barked share a stem.
     assert scores["rougeLsum"] == [1, 1, 0, 0]
     assert scores["rouge1"] == [1, 1, 0, 0]
     half = score("rouge", ["the cat"], [Example("p", "the cat sat down")])
@@ -91,10 +94,19 @@ def test_rouge_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_metric_is_chosen_by_the_data() -> None:
-    worked, described, query = Example("p", "a\n#### 4"), Example("p", "a", ("a", "b")), Example("p", QUERY)
+    worked, described, query = (
+        Example("p", "a\n#### 4"),
+        Example("p", "a", ("a", "b")),
+        Example("p", QUERY),
+    )
     assert choose_metric([worked, worked]) == "final_answer"
     assert choose_metric([query, described]) == "rouge"
-    assert choose_metric([query]) == choose_metric([worked, query]) == choose_metric([]) == "exact_match"
+    assert (
+        choose_metric([query])
+        == choose_metric([worked, query])
+        == choose_metric([])
+        == "exact_match"
+    )
     assert choose_metric([query, Example("p")]) is None
     assert choose_metric([query], "rouge") == choose_metric([Example("p")], "rouge") == "rouge"
 

@@ -1,4 +1,6 @@
-"""The comparison of sampled answers finds what breaks the promise, and excuses only rows that differ a little."""
+"""The comparison of sampled answers finds what breaks the promise, and excuses only rows that
+differ a little.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from tests.runtime.tiny_bundle import tiny_bundle
 def compare(session: Session, seeds: int = 0) -> Sampled:
     prompts = [[3, 4, 5], [6], [7, 8, 9, 3, 4, 5, 6, 7, 8, 9]]
     return compare_sampled(
-        session.engine, session.tokenizer, Asked(prompts, (), 30, Precision.FP32, lambda *_: None), seeds
+        session.engine,
+        session.tokenizer,
+        Asked(prompts, (), 30, Precision.FP32, lambda *_: None),
+        seeds,
     )
 
 
@@ -42,15 +47,23 @@ def test_right_answers_have_no_faults_and_end_at_every_node() -> None:
     with Session.open(tiny_bundle("fp32", choose=True), threads=1) as session:
         result = compare(session, seeds=1)
         assert result.faults() == [] and result.nodes_ended == set(range(result.nodes))
-        assert result.prompts >= 3 * len(SAMPLERS) and result.modes == ["speculative", FORCED, "adaptive"]
+        assert result.prompts >= 3 * len(SAMPLERS) and result.modes == [
+            "speculative",
+            FORCED,
+            "adaptive",
+        ]
         assert compare(session).prompts == 3
 
 
 @pytest.mark.wide
-def test_a_path_of_other_logits_is_a_fault_and_a_rounded_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_other_logits_is_a_fault_and_a_rounded_one_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with Session.open(tiny_bundle("fp32", choose=True), threads=1) as session:
         with monkeypatch.context() as patch:
-            changed(patch, VERIFY, lambda logits: 9 * np.sin(np.indices(logits.shape).prod(axis=0)))  # but at the root
+            changed(
+                patch, VERIFY, lambda logits: 9 * np.sin(np.indices(logits.shape).prod(axis=0))
+            )  # but at the root
             faults = compare(session).faults()
             assert any(fault.startswith(f"sampled, {FORCED}: prompt") for fault in faults)
         changed(monkeypatch, VERIFY_PLAIN, lambda logits: 1e-5)

@@ -12,7 +12,9 @@ from ssdevice.bench.statistics import Interval, Spread, mean_interval, speedup, 
 from ssdevice.errors import InputError
 
 
-def test_interval_of_a_mean_is_that_of_its_normal_approximation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interval_of_a_mean_is_that_of_its_normal_approximation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = np.random.default_rng(1).normal(5, 2, size=400)
     interval = mean_interval(values)
     half = 1.96 * values.std() / 20
@@ -36,7 +38,9 @@ def test_same_values_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "SAMPLES", 100)
     expected = mean_interval(values)
     assert mean_interval(values) == expected
-    monkeypatch.setattr(statistics, "DRAWN_AT_ONCE", 120)  # drawing in small portions changes nothing
+    monkeypatch.setattr(
+        statistics, "DRAWN_AT_ONCE", 120
+    )  # drawing in small portions changes nothing
     assert mean_interval(values) == expected
     monkeypatch.setattr(statistics, "SEED", 8)
     assert mean_interval(values) != expected
@@ -64,7 +68,9 @@ def test_spread_of_rounds() -> None:
 
 
 def test_wrong_input_is_named() -> None:
-    with pytest.raises(InputError, match=r"values: expected a vector of one value or more, found shape \[0\]"):
+    with pytest.raises(
+        InputError, match=r"values: expected a vector of one value or more, found shape \[0\]"
+    ):
         spread([])
     with pytest.raises(InputError, match="paired samples have 2 and 1 values"):
         speedup([1, 2], [1])

@@ -25,9 +25,17 @@ def default_values(hint: Any) -> dict[str, Any]:
     hint = _some(hint)
     if not dataclasses.is_dataclass(hint):
         return {}
-    fields = [field for field in dataclasses.fields(hint) if hint is not Manifest or field.name not in NEEDED]
-    made = {field.name: field.default_factory() for field in fields if callable(field.default_factory)}
-    made |= {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    fields = [
+        field
+        for field in dataclasses.fields(hint)
+        if hint is not Manifest or field.name not in NEEDED
+    ]
+    made = {
+        field.name: field.default_factory() for field in fields if callable(field.default_factory)
+    }
+    made |= {
+        field.name: field.default for field in fields if field.default is not dataclasses.MISSING
+    }
     return {name: to_json(value) for name, value in made.items()}
 
 
@@ -39,16 +47,24 @@ def with_defaults(hint: Any, value: Any) -> Any:
     return list(inside.values()) if inside else value
 
 
-def optional_places(hint: Any, value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def optional_places(
+    hint: Any, value: Any, at: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The place of every optional field in a JSON value, with its default."""
     if isinstance(value, dict):
-        yield from (((*at, name), default) for name, default in default_values(hint).items() if name in value)
+        yield from (
+            ((*at, name), default)
+            for name, default in default_values(hint).items()
+            if name in value
+        )
     for key, kind, item in _parts(hint, value):
         yield from optional_places(kind, item, (*at, key))
 
 
 def leave_out_defaults(folder: Path) -> int:
-    """Remove from the manifest of a bundle what it may leave out without another meaning; how many fields that were."""
+    """Remove from the manifest of a bundle what it may leave out without another meaning; how many
+    fields that were.
+    """
     file = folder / MANIFEST_FILE
     document = json.loads(file.read_text("utf-8"))
     removed = 0

@@ -32,8 +32,13 @@ CONTENT = {
     "model.mlpackage/Manifest.json": b"{}",
     "model.mlpackage/Data/weight.bin": b"",
 }
-ROLES = {"model.onnx": "model", "tokenizer.json": "tokenizer", "adapters/sql/weights.bin": "adapter:sql"}
-FOLDER, FOLDER_ROLE = "model.mlpackage", "package"
+ROLES = {
+    "model.onnx": "model",
+    "tokenizer.json": "tokenizer",
+    "adapters/sql/weights.bin": "adapter:sql",
+}
+FOLDER = "model.mlpackage"
+FOLDER_ROLE = "package"
 TREE = Tree.parse("full:k=2,depth=2")
 
 
@@ -50,10 +55,14 @@ FRAMES = Frames(
 
 def sample_manifest(note: str = "the embedding is kept in fp32") -> Manifest:
     """A manifest as an exporter makes it: without files and roles."""
-    geometry = Geometry(layers=2, kv_heads=2, head_dim=8, vocab=512, gamma=3, k=2, tree=TREE, context=64, chunk=16)
+    geometry = Geometry(
+        layers=2, kv_heads=2, head_dim=8, vocab=512, gamma=3, k=2, tree=TREE, context=64, chunk=16
+    )
     return Manifest(
         tools={"ssdevice": "0.1.0", "onnxruntime": "1.31.1"},
-        model=ModelIdentity("llama", parameters=7_000_000, layers=2, hidden_size=64, vocab=512, sha256=BASE),
+        model=ModelIdentity(
+            "llama", parameters=7_000_000, layers=2, hidden_size=64, vocab=512, sha256=BASE
+        ),
         target="onnx",
         precision=Precision.INT8,
         mode=Mode.SHARED,
@@ -64,7 +73,11 @@ def sample_manifest(note: str = "the embedding is kept in fp32") -> Manifest:
         msa_layers=1,
         functions=tuple(functions(geometry, CacheForm.EXTERNAL, "float32").values()),
         chat=ChatFormat(
-            "{{ messages[0].content }}", {"bos_token": "<s>", "eos_token": "</s>"}, (2, 7), {"deep": [1.5]}, FRAMES
+            "{{ messages[0].content }}",
+            {"bos_token": "<s>", "eos_token": "</s>"},
+            (2, 7),
+            {"deep": [1.5]},
+            FRAMES,
         ),
         apps=(
             App("base", AdapterKind.BASE, BASE),
@@ -133,5 +146,11 @@ def edit_manifest(folder: Path, changes: dict[str, Any]) -> None:
 
 def leaves(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The place of every value in a JSON document."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [at, *(place for key, item in inside for place in leaves(item, (*at, key)))]

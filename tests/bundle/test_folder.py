@@ -1,4 +1,6 @@
-"""A bundle opens only if its folder holds exactly what its manifest says; whatever is wrong is named in one line."""
+"""A bundle opens only if its folder holds exactly what its manifest says; whatever is wrong is
+named in one line.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_an_opened_bundle_gives_what_was_written(written: Path) -> None:
     assert bundle.app().name == "sql" and bundle.app("base").mode is None
     with pytest.raises(InputError, match="no app 'chat'; it has base, sql"):
         bundle.app("chat")
-    with pytest.raises(BundleError, match="no file 'weights'; its roles are adapter:sql, model, package, tokenizer"):
+    with pytest.raises(
+        BundleError, match="no file 'weights'; its roles are adapter:sql, model, package, tokenizer"
+    ):
         bundle.file("weights")
 
 
@@ -68,9 +72,14 @@ def test_an_opened_bundle_gives_what_was_written(written: Path) -> None:
         (AdapterKind.SLOT, None, 8, False),
     ],
 )
-def test_which_apps_answer_as_the_base(kind: AdapterKind, mode: Mode | None, rank: int, as_base: bool) -> None:
+def test_which_apps_answer_as_the_base(
+    kind: AdapterKind, mode: Mode | None, rank: int, as_base: bool
+) -> None:
     """Lossless streams over a LoRA change no answer of the tuned model, but the LoRA does."""
-    assert App("app", kind, BASE, mode=mode, rank=rank, files=("adapters/app/a",)).answers_as_base is as_base
+    assert (
+        App("app", kind, BASE, mode=mode, rank=rank, files=("adapters/app/a",)).answers_as_base
+        is as_base
+    )
 
 
 def test_permissions_do_not_depend_on_the_writer(written: Path, tmp_path: Path) -> None:
@@ -93,21 +102,39 @@ def link(file: Path, to: str) -> None:
 
 FOLDER_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "damaged": (lambda f: damage(f / "model.onnx.data"), "model.onnx.data is damaged: its sha256"),
-    "longer": (lambda f: grow(f / "tokenizer.json"), "'tokenizer.json' has 3 bytes, manifest.json says 2"),
+    "longer": (
+        lambda f: grow(f / "tokenizer.json"),
+        "'tokenizer.json' has 3 bytes, manifest.json says 2",
+    ),
     "missing": (lambda f: (f / "model.onnx").unlink(), "'model.onnx' is missing"),
-    "folder missing": (lambda f: shutil.rmtree(f / "adapters"), "'adapters/sql/weights.bin' is missing"),
+    "folder missing": (
+        lambda f: shutil.rmtree(f / "adapters"),
+        "'adapters/sql/weights.bin' is missing",
+    ),
     "extra": (lambda f: (f / "model.onnx.bak").write_bytes(b""), "'model.onnx.bak' is not listed"),
     "extra below": (
         lambda f: (f / "adapters/sql/.DS_Store").write_bytes(b""),
         "'adapters/sql/.DS_Store' is not listed",
     ),
     "ugly name": (lambda f: (f / "a\n\x1b[2Jb").write_bytes(b""), "is not listed"),
-    "link out": (lambda f: link(f / "model.onnx", "/etc/passwd"), "'model.onnx' is a symbolic link"),
-    "link inside": (lambda f: link(f / "model.onnx", "tokenizer.json"), "'model.onnx' is a symbolic link"),
+    "link out": (
+        lambda f: link(f / "model.onnx", "/etc/passwd"),
+        "'model.onnx' is a symbolic link",
+    ),
+    "link inside": (
+        lambda f: link(f / "model.onnx", "tokenizer.json"),
+        "'model.onnx' is a symbolic link",
+    ),
     "linked folder": (lambda f: link(f / "adapters", "/tmp"), "'adapters' is a symbolic link"),
-    "linked manifest": (lambda f: link(f / "manifest.json", "tokenizer.json"), "manifest.json: cannot be read"),
+    "linked manifest": (
+        lambda f: link(f / "manifest.json", "tokenizer.json"),
+        "manifest.json: cannot be read",
+    ),
     "pipe": (lambda f: os.mkfifo(f / "pipe"), "'pipe' is not a plain file"),
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "is not a bundle: it has no manifest.json"),
+    "no manifest": (
+        lambda f: (f / "manifest.json").unlink(),
+        "is not a bundle: it has no manifest.json",
+    ),
     "deep": (lambda f: (f / "/".join("d" * 20)).mkdir(parents=True), "nested too deeply"),
 }
 
@@ -140,7 +167,10 @@ def test_what_is_no_bundle_is_named(tmp_path: Path) -> None:
 
 
 MANIFEST_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "newer": ({"schema_version": 2}, "made by a newer ssdevice: schema 2, this one reads 1; update ssdevice"),
+    "newer": (
+        {"schema_version": 2},
+        "made by a newer ssdevice: schema 2, this one reads 1; update ssdevice",
+    ),
     "no version": ({"schema_version": None}, "'schema_version' is missing"),
     "old version": ({"schema_version": 0}, "schema_version is 0, expected 1 to 1"),
     "unknown key": ({"gama": 3}, "unknown key 'gama'"),
@@ -155,20 +185,29 @@ MANIFEST_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unordered tree": ({"geometry|tree": [[1], [0]]}, "breadth-first"),
     "repeated path": ({"geometry|tree": [[0], [0]]}, "appears twice"),
-    "other shape": ({"functions|0|inputs|1|shape": [4, 2]}, "step.inputs[1] is 'drafts' 'int32' [4, 2]"),
+    "other shape": (
+        {"functions|0|inputs|1|shape": [4, 2]},
+        "step.inputs[1] is 'drafts' 'int32' [4, 2]",
+    ),
     "other name": ({"functions|2|name": "run"}, "expected some of step, prefill, step_plain"),
     "no streams": ({"mode": None, "msa_layers": 0}, "'mode' is missing"),
     "too many MSA layers": ({"msa_layers": 2}, "msa_layers is 2, the model has 2 layers"),
     "foreign base": ({"apps|1|base_sha256": "0" * 64}, "app 'sql' is for another base"),
     "app twice": ({"apps|0|name": "SQL"}, "app 'sql' appears twice"),
-    "no such default": ({"default_app": "chat"}, "default_app 'chat' is not one of the apps base, sql"),
+    "no such default": (
+        {"default_app": "chat"},
+        "default_app 'chat' is not one of the apps base, sql",
+    ),
     "app's file": ({"apps|1|files": ["b"]}, "app 'sql': 'b' is not in files"),
     "app's folder": ({"apps|1|folder": "adapters/other"}, "no file in its folder 'adapters/other'"),
     "app's mode": (
         {"apps|1|kind": "merged", "apps|1|mode": "lossless"},
         "app 'sql' has mode lossless, the bundle has shared",
     ),
-    "half a step": ({"apps|1|functions": {"verify": "v"}}, "app 'sql': verify: verify and draft need each other"),
+    "half a step": (
+        {"apps|1|functions": {"verify": "v"}},
+        "app 'sql': verify: verify and draft need each other",
+    ),
     "role": ({"roles|model": "other.onnx"}, "roles['model']: 'other.onnx' is not in files"),
     "not a hash": ({"files|model.onnx|sha256": "0" * 63}, "sha256 is '000"),
     "negative size": ({"files|model.onnx|size": -1}, "size is -1"),
@@ -189,14 +228,37 @@ def test_a_manifest_that_does_not_hold_together_is_refused(folder: Path, name: s
 
 
 BAD_PATHS = (
-    "../model.onnx", "a/../../b", "/etc/passwd", "C:/x", "a\\b", "a//b", "./a", "a/.", "", "a/", "a\0b", "é", "a b",
-    ".hidden", "x" * 300, "/".join("a" * 20), "con", "a/NUL.txt", "a.", "manifest.json", "Manifest.JSON", "MODEL.onnx",
-    "model.onnx/x", "ADAPTERS/other/x",
-)  # fmt: skip
+    "../model.onnx",
+    "a/../../b",
+    "/etc/passwd",
+    "C:/x",
+    "a\\b",
+    "a//b",
+    "./a",
+    "a/.",
+    "",
+    "a/",
+    "a\0b",
+    "é",
+    "a b",
+    ".hidden",
+    "x" * 300,
+    "/".join("a" * 20),
+    "con",
+    "a/NUL.txt",
+    "a.",
+    "manifest.json",
+    "Manifest.JSON",
+    "MODEL.onnx",
+    "model.onnx/x",
+    "ADAPTERS/other/x",
+)
 
 
 @pytest.mark.parametrize("path", BAD_PATHS)
-def test_unsafe_and_colliding_names_are_refused_before_the_folder_is_read(folder: Path, path: str) -> None:
+def test_unsafe_and_colliding_names_are_refused_before_the_folder_is_read(
+    folder: Path, path: str
+) -> None:
     edit_manifest(folder, {f"files|{path}": {"size": 0, "sha256": BASE}})
     text = refused(folder)
     assert "manifest.json: " in text and "files" in text and "is missing" not in text

@@ -1,4 +1,6 @@
-"""Whatever is done to a manifest, it is refused in one line or means what it says: nothing is dropped or guessed."""
+"""Whatever is done to a manifest, it is refused in one line or means what it says: nothing is
+dropped or guessed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,25 @@ VALUES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 5),
-    st.sampled_from([0, 1, 2**31, 2**63, 10**30, -(10**30), 1.5, 1e308, "", "..", "../a", "/", "base", "sql", "step"]),
+    st.sampled_from(
+        [
+            0,
+            1,
+            2**31,
+            2**63,
+            10**30,
+            -(10**30),
+            1.5,
+            1e308,
+            "",
+            "..",
+            "../a",
+            "/",
+            "base",
+            "sql",
+            "step",
+        ]
+    ),
     st.text(max_size=20),
     st.sampled_from([copy.deepcopy(value) for value in DOCUMENT.values()]),
 )
@@ -36,10 +56,17 @@ VALUES = st.one_of(
 
 @st.composite
 def mutated(draw: st.DrawFn) -> dict[str, Any]:
-    """The sample with one to three things changed: replaced, removed, added, repeated, renamed or swapped."""
+    """The sample with one to three things changed: replaced, removed, added, repeated, renamed or
+    swapped.
+    """
     document = copy.deepcopy(DOCUMENT)
     for _ in range(draw(st.integers(1, 3))):
-        places = st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from(PLACES), st.sampled_from(TENSORS)
+        places = (
+            st.sampled_from(PLACES),
+            st.sampled_from(PLACES),
+            st.sampled_from(PLACES),
+            st.sampled_from(TENSORS),
+        )
         *above, last = draw(st.one_of(*places))
         parent: Any = document
         try:
@@ -77,12 +104,23 @@ def one_line(error: BundleError) -> bool:
     return text.startswith("manifest.json") and text.isprintable() and len(text) < 700
 
 
-WHOLE = {**DOCUMENT, "apps": DOCUMENT["apps"][:1], "default_app": "base", "sampling": to_json(ModelSampling())}
-OPTIONAL = {place: default for place, default in optional_places(Manifest, WHOLE) if place[:2] != ("functions", 1)}
+WHOLE = {
+    **DOCUMENT,
+    "apps": DOCUMENT["apps"][:1],
+    "default_app": "base",
+    "sampling": to_json(ModelSampling()),
+}
+OPTIONAL = {
+    place: default
+    for place, default in optional_places(Manifest, WHOLE)
+    if place[:2] != ("functions", 1)
+}
 
 
 @pytest.mark.parametrize("place", OPTIONAL, ids=lambda place: ".".join(map(str, place)))
-def test_an_optional_field_that_is_left_out_is_its_default_and_is_written(place: tuple[Any, ...]) -> None:
+def test_an_optional_field_that_is_left_out_is_its_default_and_is_written(
+    place: tuple[Any, ...],
+) -> None:
     written = changed(place, OPTIONAL[place])
     left_out = changed(place, None)
     *above, last = place

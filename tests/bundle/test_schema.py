@@ -1,5 +1,6 @@
-"""The published JSON Schema says of a manifest what its dataclasses say; ``python -m tests.bundle.test_schema``
-writes it anew."""
+"""The published JSON Schema says of a manifest what its dataclasses say; ``python -m
+tests.bundle.test_schema`` writes it anew.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +28,18 @@ SIMPLE = {int: "integer", str: "string", float: "number", bool: "boolean"}
 
 def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """The JSON Schema of a type that ``load_strict`` reads."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any:
         return {}
     if hint in SIMPLE:
         return {"type": SIMPLE[hint]}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [{"type": "null"} if a is types.NoneType else schema_of(a, definitions) for a in args]}
+        return {
+            "anyOf": [
+                {"type": "null"} if a is types.NoneType else schema_of(a, definitions) for a in args
+            ]
+        }
     if origin is tuple:
         return {"type": "array", "items": schema_of(args[0], definitions)}
     if origin is dict:
@@ -51,12 +57,18 @@ def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 def object_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     """The JSON Schema of a dataclass: its types with the rules of its fields' metadata."""
     hints = typing.get_type_hints(cls)
-    properties, required = {}, []
+    properties = {}
+    required = []
     for field in dataclasses.fields(cls):
         properties[field.name] = merged(schema_of(hints[field.name], definitions), field.metadata)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             required.append(field.name)
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def merged(schema: dict[str, Any], rule: Any) -> dict[str, Any]:
@@ -78,7 +90,10 @@ def manifest_schema() -> dict[str, Any]:
     top = object_schema(Manifest, definitions)
     # With defaults in the dataclass, for writers; no reader does without them.
     top["required"] = ["schema_version", *top["required"], "files"]
-    top["properties"] = {"schema_version": top["properties"].pop("schema_version"), **top["properties"]}
+    top["properties"] = {
+        "schema_version": top["properties"].pop("schema_version"),
+        **top["properties"],
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Manifest of an ssdevice bundle",
@@ -100,11 +115,28 @@ def small_document() -> dict[str, Any]:
     """A manifest of plain decoding: the validator is slow."""
     document = sample_document()
     geometry = Geometry(
-        layers=2, kv_heads=1, head_dim=8, vocab=512, gamma=0, k=1, tree=Tree.root_only(), context=64, chunk=16
+        layers=2,
+        kv_heads=1,
+        head_dim=8,
+        vocab=512,
+        gamma=0,
+        k=1,
+        tree=Tree.root_only(),
+        context=64,
+        chunk=16,
     )
     specs = functions(geometry, CacheForm.INTERNAL, "float32")
-    document |= {"mode": None, "msa_layers": 0, "cache": "state", "apps": document["apps"][:1], "default_app": "base"}
-    document |= {"geometry": to_json(geometry), "functions": to_json([specs[PREFILL], specs[PLAIN]])}
+    document |= {
+        "mode": None,
+        "msa_layers": 0,
+        "cache": "state",
+        "apps": document["apps"][:1],
+        "default_app": "base",
+    }
+    document |= {
+        "geometry": to_json(geometry),
+        "functions": to_json([specs[PREFILL], specs[PLAIN]]),
+    }
     load_strict(Manifest, document, "manifest")
     return document
 
@@ -130,7 +162,8 @@ def test_schema_refuses_what_the_dataclasses_refuse_by_type_and_bound() -> None:
             except ConfigError:
                 taken = False
             by_schema = validator.is_valid(changed)
-            # The dataclasses also check how values fit each other; what they take, the schema takes.
+            # The dataclasses also check how values fit each other; what they take, the schema
+            # takes.
             assert by_schema or not taken, (place, wrong)
             both += not by_schema and not taken
     assert both > 100
@@ -144,4 +177,6 @@ def test_schema_covers_a_manifest_that_was_written() -> None:
 
 if __name__ == "__main__":
     SCHEMA.parent.mkdir(exist_ok=True)
-    SCHEMA.write_text(json.dumps(manifest_schema(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    SCHEMA.write_text(
+        json.dumps(manifest_schema(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

@@ -26,9 +26,12 @@ from cryptography.hazmat.primitives.serialization import (
 def key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     """Files of a new private key and its public half."""
     key = Ed25519PrivateKey.generate()
-    private, public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
+    private = folder / f"{name}.pem"
+    public = folder / f"{name}.pub.pem"
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    public.write_bytes(
+        key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
     return private, public
 
 
@@ -68,8 +71,12 @@ def test_keys_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     folder = write_sample(tmp_path / "bundle").folder
     sign_bundle(folder, private)
     curve = generate_private_key(SECP256R1())
-    (tmp_path / "ec.pem").write_bytes(curve.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    (tmp_path / "ec.pub").write_bytes(curve.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    (tmp_path / "ec.pem").write_bytes(
+        curve.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    (tmp_path / "ec.pub").write_bytes(
+        curve.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
     for key, message in (
         (private, "not a public key"),
         (tmp_path / "ec.pub", "not an ed25519 key"),
@@ -77,6 +84,9 @@ def test_keys_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             Bundle.open(folder, require_signature=key)
-    for key, message in ((public, "not an unencrypted private key"), (tmp_path / "ec.pem", "not an ed25519 key")):
+    for key, message in (
+        (public, "not an unencrypted private key"),
+        (tmp_path / "ec.pem", "not an ed25519 key"),
+    ):
         with pytest.raises(InputError, match=message):
             sign_bundle(folder, key)

@@ -1,4 +1,6 @@
-"""A bundle is written whole or not at all: whatever interrupts the writer, the old or the new one is there."""
+"""A bundle is written whole or not at all: whatever interrupts the writer, the old or the new one
+is there.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,12 @@ def test_writing_gives_an_open_bundle_and_leaves_nothing_else(tmp_path: Path) ->
 
 
 def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
-    one, two = write_sample(tmp_path / "one"), write_sample(tmp_path / "two")
+    one = write_sample(tmp_path / "one")
+    two = write_sample(tmp_path / "two")
     assert one.file("model").read_bytes() == two.file("model").read_bytes()
-    assert (one.folder / "manifest.json").read_bytes() == (two.folder / "manifest.json").read_bytes()
+    assert (one.folder / "manifest.json").read_bytes() == (
+        two.folder / "manifest.json"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError, SystemExit, SSDeviceError])
@@ -52,7 +57,9 @@ def test_a_writer_that_does_not_commit_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
     out = write_sample(tmp_path / "bundle").folder
-    with pytest.raises(InputError, match="exists; choose another folder, or replace the bundle with --overwrite"):
+    with pytest.raises(
+        InputError, match="exists; choose another folder, or replace the bundle with --overwrite"
+    ):
         BundleWriter(out)
     (tmp_path / "link").symlink_to(out)
     with pytest.raises(InputError, match="symbolic link"):
@@ -84,7 +91,9 @@ def test_overwriting_replaces_a_bundle_even_a_damaged_one(tmp_path: Path) -> Non
 def test_overwriting_deletes_nothing_but_a_bundle(tmp_path: Path) -> None:
     bundle = write_sample(tmp_path / "bundle").folder
     (bundle / "thesis.txt").write_text("three years")
-    model, page, file = tmp_path / "model", tmp_path / "page", tmp_path / "file"
+    model = tmp_path / "model"
+    page = tmp_path / "page"
+    file = tmp_path / "file"
     for folder, content in ((model, {}), (page, {"schema_version": 1, "name": "a web page"})):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
@@ -106,11 +115,19 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(SSDeviceError, match="the disk is full: .*bundle could not be written; now free: \\d+ MiB in"):  # noqa: SIM117
-        with BundleWriter(tmp_path / "bundle") as writer:
-            full()
+    with (
+        pytest.raises(
+            SSDeviceError,
+            match="the disk is full: .*bundle could not be written; now free: \\d+ MiB in",
+        ),
+        BundleWriter(tmp_path / "bundle") as writer,
+    ):
+        full()
     monkeypatch.setattr("shutil.copyfile", full)
-    with pytest.raises(SSDeviceError, match="the disk is full"), BundleWriter(tmp_path / "bundle") as writer:
+    with (
+        pytest.raises(SSDeviceError, match="the disk is full"),
+        BundleWriter(tmp_path / "bundle") as writer,
+    ):
         writer.add_file("model.onnx", Path(__file__))
     assert names(tmp_path) == []
 
@@ -134,7 +151,9 @@ def test_what_was_written_is_listed_and_roles_and_apps_have_their_files(tmp_path
             writer.commit(sample_manifest())
         (writer.folder / "link").unlink()
         with pytest.raises(ConfigError, match="'b' is not in files"):
-            writer.commit(replace(sample_manifest(), apps=(replace(sample_manifest().apps[1], files=("b",)),)))
+            writer.commit(
+                replace(sample_manifest(), apps=(replace(sample_manifest().apps[1], files=("b",)),))
+            )
         assert writer.commit(sample_manifest()).file("late").read_bytes() == b"1"
 
 
@@ -152,7 +171,9 @@ def test_a_manifest_that_json_cannot_hold_is_not_written(tmp_path: Path) -> None
 def test_a_bundle_is_written_from_another(tmp_path: Path) -> None:
     old = write_sample(tmp_path / "bundle", note="old")
     app = sample_manifest().apps[1]
-    manifest = replace(sample_manifest("new"), apps=(replace(app, folder=None, files=("sql.bin",)),))
+    manifest = replace(
+        sample_manifest("new"), apps=(replace(app, folder=None, files=("sql.bin",)),)
+    )
     with BundleWriter(old.folder, overwrite=True) as writer:
         writer.add_bundle(old, without=frozenset(["adapters/sql/weights.bin"]))
         writer.add_file("sql.bin", b"next", "adapter:sql")
@@ -160,11 +181,15 @@ def test_a_bundle_is_written_from_another(tmp_path: Path) -> None:
         writer.commit(manifest)
     new = Bundle.open(old.folder)
     assert new.file("adapter:sql").read_bytes() == b"next" and new.file("package").is_dir()
-    assert (new.file("assets") / "Manifest.json").read_bytes() == CONTENT["model.mlpackage/Manifest.json"]
+    assert (new.file("assets") / "Manifest.json").read_bytes() == CONTENT[
+        "model.mlpackage/Manifest.json"
+    ]
     assert "adapters/sql/weights.bin" not in new.manifest.files
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_has_is_not(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "bundle"
     (tmp_path / ".bundle.ssdevice.tmp").mkdir()
     (tmp_path / ".bundle.ssdevice.tmp" / "model.onnx").write_bytes(b"half")
@@ -231,8 +256,12 @@ print(stop, gaps, old, new)
 '''
 
 
-@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="counts events of Linux")
-def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new_bundle(tmp_path: Path, repository: Path) -> None:
+@pytest.mark.skipif(
+    not hasattr(os, "fork") or sys.platform == "darwin", reason="counts events of Linux"
+)
+def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new_bundle(
+    tmp_path: Path, repository: Path
+) -> None:
     run = [sys.executable, "-c", CRASHES, str(tmp_path / "bundles" / "bundle")]
     done = subprocess.run(run, cwd=repository, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""Plain answers of two bundles of one model: what parts is found, and is a near-tie only by its margin."""
+"""Plain answers of two bundles of one model: what parts is found, and is a near-tie only by its
+margin.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,21 @@ ASKED = Asked(PROMPTS, (), 12, Precision.FP32, lambda *_: None)
 
 
 def compared(answers: list[list[int]], precision: Precision = Precision.FP32) -> Agreement:
-    engines = [LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)]
-    return against_bundle(engines[0], engines[1], engines[2], replace(ASKED, precision=precision), answers)
+    engines = [
+        LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)
+    ]
+    return against_bundle(
+        engines[0], engines[1], engines[2], replace(ASKED, precision=precision), answers
+    )
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[list[int]]:
     from ssdevice.runtime.loop import plain
 
-    conversation = LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)).new_conversation()
+    conversation = LogitsEngine.of(
+        tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)
+    ).new_conversation()
     return [answer(conversation, ids, plain, (), 12) for ids in PROMPTS]
 
 
@@ -39,19 +47,30 @@ def test_a_bundle_agrees_with_itself_to_the_bit(answers: list[list[int]]) -> Non
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_another_token_is_no_near_tie_unless_its_logit_is_near(answers: list[list[int]], at: int) -> None:
+def test_another_token_is_no_near_tie_unless_its_logit_is_near(
+    answers: list[list[int]], at: int
+) -> None:
     changed = [list(tokens) for tokens in answers]
     changed[2][at] = (changed[2][at] + 1) % 50
     result = compared(changed)
     (found,) = result.differences
-    assert (found.prompt, found.position, found.expected, found.found) == (2, at, changed[2][at], answers[2][at])
+    assert (found.prompt, found.position, found.expected, found.found) == (
+        2,
+        at,
+        changed[2][at],
+        answers[2][at],
+    )
     assert found.margin is not None and found.margin > 0
     assert len(result.faults()) == 1 and "not a near-tie" in result.faults()[0]
 
 
-def test_answers_are_compared_as_far_as_the_other_context_holds_them(answers: list[list[int]]) -> None:
+def test_answers_are_compared_as_far_as_the_other_context_holds_them(
+    answers: list[list[int]],
+) -> None:
     full = tiny.tiny_bundle("fp32").geometry
-    engines = [LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)]
+    engines = [
+        LogitsEngine.of(tiny.tiny_bundle("fp32"), None, EngineOptions(threads=1)) for _ in range(3)
+    ]
     engines[1].geometry = replace(full, context=10)
     result = against_bundle(*engines, ASKED, answers)
     assert result.differences == [] and result.faults() == []
@@ -65,7 +84,9 @@ def agreement(change: float, margin: float, precision: Precision) -> Agreement:
 def test_only_between_float32_bundles_is_a_difference_a_fault() -> None:
     assert agreement(1e-4, 1.9e-4, Precision.FP32).faults() == []
     assert len(agreement(1e-4, 2.1e-4, Precision.FP32).faults()) == 1
-    assert len(agreement(2e-3, 1e-5, Precision.FP32).faults()) == 2  # beyond the ceiling: nothing is excused
+    assert (
+        len(agreement(2e-3, 1e-5, Precision.FP32).faults()) == 2
+    )  # beyond the ceiling: nothing is excused
     assert agreement(0.4, 3.0, Precision.INT8).faults() == []
 
 
@@ -74,8 +95,11 @@ def test_of_two_precisions_the_coarser_counts(answers: list[list[int]]) -> None:
         assert compared(answers, coarser(*precisions)).precision is Precision.INT8
 
 
-def test_a_bundle_of_another_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine, other = tiny.tiny_bundle("fp32"), tiny.bundle_of_another_base(tmp_path / "other")
+def test_a_bundle_of_another_base_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tiny.tiny_bundle("fp32")
+    other = tiny.bundle_of_another_base(tmp_path / "other")
     assert call("verify", str(mine.folder), "--against", str(other), "--threads", "1") == 2
     assert f"the base of --against {other} is not the base of" in capsys.readouterr().err
 

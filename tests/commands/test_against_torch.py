@@ -1,4 +1,6 @@
-"""Answers against the torch reference: a near-tie that is shown is no failure, however short the run."""
+"""Answers against the torch reference: a near-tie that is shown is no failure, however short the
+run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from ssdevice.bench.against_torch import LEAST_AGREEMENT, TIES, Agreement, judge
 from ssdevice.bundle.manifest import Precision
 
 
-def agreement(tokens: int, agreeing: int, near_ties: int, worst: float, simulated: bool = True) -> list[str]:
+def agreement(
+    tokens: int, agreeing: int, near_ties: int, worst: float, simulated: bool = True
+) -> list[str]:
     return Agreement(tokens, agreeing, near_ties, worst, simulated, Precision.INT8).faults()
 
 
@@ -33,13 +37,18 @@ def test_a_near_tie_is_the_second_choice_at_a_small_distance() -> None:
     logits = torch.tensor([[3.0, 2.9, 2.8, 0.0]]).repeat(4, 1)
     assert judge(logits, torch.tensor([0, 1, 2, 3]), 0.5) == (1, 1, 3.0)
     assert judge(logits, torch.tensor([0, 1, 1, 1]), 0.05) == (1, 0, pytest.approx(0.1))
-    assert judge(torch.tensor([[1.0, 1.0]]), torch.tensor([1]), 0.5) == (0, 1, 0.0), "the lower id is the first choice"
+    assert judge(torch.tensor([[1.0, 1.0]]), torch.tensor([1]), 0.5) == (0, 1, 0.0), (
+        "the lower id is the first choice"
+    )
 
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])
-def test_a_bundle_that_answers_anything_is_not_excused_where_all_logits_are_close(precision: Precision) -> None:
+def test_a_bundle_that_answers_anything_is_not_excused_where_all_logits_are_close(
+    precision: Precision,
+) -> None:
     torch.manual_seed(0)
-    logits, chosen = torch.randn(200, 50) * 0.01, torch.randint(50, (200,))
+    logits = torch.randn(200, 50) * 0.01
+    chosen = torch.randint(50, (200,))
     agree, near, worst = judge(logits, chosen, TIES[precision])
     assert worst < TIES[precision] and (agree + near) / 200 < LEAST_AGREEMENT[precision]
     assert Agreement(200, agree, near, worst, True, precision).faults()

@@ -41,8 +41,12 @@ def test_accepted_path(drafts: list[list[int]], run: list[int], path: tuple[int,
 
 def test_acceptance_judges_drafts_by_the_answer() -> None:
     acceptance = Acceptance()
-    # Token 10 is prefill's. Step 1 drafts 11 (rank 0), 12 (rank 1), and gives 11 and its own 12; step 2 gives 13, 14.
-    acceptance.add([10, 11, 12, 13, 14], [([[11, 1], [2, 12]], 2), ([[3, 4], [14, 5]], 1), ([[14, 6], [7, 7]], 1)])
+    # Token 10 is prefill's. Step 1 drafts 11 (rank 0), 12 (rank 1), and gives 11 and its own 12;
+    # step 2 gives 13, 14.
+    acceptance.add(
+        [10, 11, 12, 13, 14],
+        [([[11, 1], [2, 12]], 2), ([[3, 4], [14, 5]], 1), ([[14, 6], [7, 7]], 1)],
+    )
     assert acceptance.histogram(3) == [2, 1, 0]
     assert acceptance.judged == {1: 3, 2: 2}
     assert acceptance.held == {(1, 0): 2, (2, 1): 1, (2, 0): 1}
@@ -55,7 +59,9 @@ def examples(*prompts: str) -> list[Example]:
 
 def test_arms_run_the_same_prompts_and_agree() -> None:
     session = make_session(Tree.chain(3), oracle=1.0)
-    result = measure(session, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent)
+    result = measure(
+        session, examples("one", "two", "three"), BenchOptions(rounds=2, max_tokens=17), silent
+    )
     assert set(result.modes) == {"plain", "plain_step", "speculative", "adaptive"} and result.equal
     for mode in result.modes.values():
         assert [len(answers) for answers in mode.rounds] == [3, 3]
@@ -66,11 +72,17 @@ def test_arms_run_the_same_prompts_and_agree() -> None:
     # The first round is counted once, warm-up and later rounds are not.
     assert sum(result.acceptance.emitted.values()) == sum(a.steps for a in speculative.answers)
     assert result.acceptance.table(3, 1) == [[1.0], [1.0], [1.0]]
-    assert result.speedup is not None and result.baseline is not None and result.baseline.name != "speculative"
+    assert (
+        result.speedup is not None
+        and result.baseline is not None
+        and result.baseline.name != "speculative"
+    )
 
 
 def test_speeds_are_compared_by_token() -> None:
-    result = measure(make_session(Tree.chain(2)), examples("one", "two", "three"), BenchOptions(rounds=2), silent)
+    result = measure(
+        make_session(Tree.chain(2)), examples("one", "two", "three"), BenchOptions(rounds=2), silent
+    )
     plain, speculative = (result.modes[name] for name in ("plain", "speculative"))
     for answers, seconds in ((plain.rounds, 1.0), (speculative.rounds, 0.5)):
         for answer in (answer for each in answers for answer in each):
@@ -83,9 +95,15 @@ def test_speeds_are_compared_by_token() -> None:
 
 
 def test_a_differing_arm_is_found() -> None:
-    result = measure(make_session(Tree.chain(2)), examples("one", "two"), BenchOptions(rounds=2), silent)
+    result = measure(
+        make_session(Tree.chain(2)), examples("one", "two"), BenchOptions(rounds=2), silent
+    )
     result.modes["speculative"].rounds[1][1].tokens[0] += 1
-    assert not result.equal and result.differing("speculative") == [1] and result.differing("plain_step") == []
+    assert (
+        not result.equal
+        and result.differing("speculative") == [1]
+        and result.differing("plain_step") == []
+    )
 
 
 def test_prompts_beyond_the_context_are_an_error_or_left_out_and_counted() -> None:
@@ -113,23 +131,43 @@ def test_own_work_is_no_load() -> None:
     assert 0 <= watch.load().others <= 1
 
 
-def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_holds_what_design_asks_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": p, "completion": "a"}) for p in ("hello", "what now")) + "\n")
-    bundle, report = str(tiny.tiny_bundle("fp32").folder), tmp_path / "r.json"
+    data.write_text(
+        "\n".join(json.dumps({"prompt": p, "completion": "a"}) for p in ("hello", "what now"))
+        + "\n"
+    )
+    bundle = str(tiny.tiny_bundle("fp32").folder)
+    report = tmp_path / "r.json"
     arguments = ["--rounds", "2", "--max-tokens", "8", "--threads", "1", "--json", str(report)]
     arguments += ["--report", str(tmp_path / "page")]
     assert call("bench", bundle, "--data", str(data), *arguments) == 0
     text = capsys.readouterr().out
     found = json.loads(report.read_text())
-    assert found["prompts"] == 2 and found["threads"] == 1 and found["equal"] is True and found["speedup"] > 0
+    assert (
+        found["prompts"] == 2
+        and found["threads"] == 1
+        and found["equal"] is True
+        and found["speedup"] > 0
+    )
     assert set(found["arms"]) == {"plain", "plain_step", "speculative", "adaptive"}
     for mode in found["arms"].values():
-        for key in ("tokens_per_second", "ttft_ms", "prefill_tokens_per_second", "host_us_per_step", "resident_mb"):
+        for key in (
+            "tokens_per_second",
+            "ttft_ms",
+            "prefill_tokens_per_second",
+            "host_us_per_step",
+            "resident_mb",
+        ):
             assert mode[key] > 0, key
         assert mode["peak_rss_mb"] >= mode["resident_mb"]
     histogram = found["arms"]["speculative"]["accepted_histogram"]
-    assert len(histogram) == tiny.TREE.emitted and sum(histogram) == found["arms"]["speculative"]["steps"]
+    assert (
+        len(histogram) == tiny.TREE.emitted
+        and sum(histogram) == found["arms"]["speculative"]["steps"]
+    )
     assert found["quality"]["metric"] == "exact_match"
     assert found["valid"] is (found["machine"]["others_cpu_share"] <= LOADED)
     assert ("**Not valid:**" in text) is not found["valid"]
@@ -138,11 +176,18 @@ def test_the_report_holds_what_design_asks_for(tmp_path: Path, capsys: pytest.Ca
     assert f"ssdevice bench {bundle}" in (tmp_path / "page" / "index.html").read_text()
 
 
-def test_a_profile_names_kernels_and_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_names_kernels_and_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "hello"}) + "\n")
     bundle = str(tiny.tiny_bundle("fp32").folder)
-    assert call("bench", bundle, "--data", str(data), "--max-tokens", "4", "--threads", "1", "--profile") == 0
+    assert (
+        call(
+            "bench", bundle, "--data", str(data), "--max-tokens", "4", "--threads", "1", "--profile"
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "step: kernels" in text and "host_us_per_step" in text and "FusedMatMul" in text
 
@@ -167,7 +212,13 @@ def test_wrong_options_are_refused_before_anything_runs(
 
 def test_a_result_without_plain_arms_has_no_speedup() -> None:
     result = measure(make_session(Tree.chain(2)), examples("one"), BenchOptions(rounds=1), silent)
-    only = BenchResult(result.examples, {"speculative": result.modes["speculative"]}, result.acceptance, result.load, 0)
+    only = BenchResult(
+        result.examples,
+        {"speculative": result.modes["speculative"]},
+        result.acceptance,
+        result.load,
+        0,
+    )
     assert only.speedup is None and only.baseline is None and only.equal
 
 
@@ -176,7 +227,17 @@ def test_what_would_fail_after_the_measurement_fails_before_it(
 ) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "hello"}\n', "utf-8")
-    assert call("bench", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--metric", "exact_match") == 2
+    assert (
+        call(
+            "bench",
+            str(tiny.tiny_bundle("fp32").folder),
+            "--data",
+            str(data),
+            "--metric",
+            "exact_match",
+        )
+        == 2
+    )
     assert "example 1" in capsys.readouterr().err
 
 
@@ -186,12 +247,26 @@ def test_where_answers_differ_speeds_are_compared_by_token() -> None:
     def measured(name: str, answers: list[tuple[list[int], float]]) -> Measured:
         found = Measured(name)
         for tokens, seconds in answers:
-            found.add(0, Generation(3, tokens=tokens, accepted=[1] * (len(tokens) - 1), decode_seconds=seconds))
+            found.add(
+                0,
+                Generation(
+                    3, tokens=tokens, accepted=[1] * (len(tokens) - 1), decode_seconds=seconds
+                ),
+            )
         return found
 
     def speedup(speculative: list[tuple[list[int], float]]) -> float:
-        modes = [measured("plain", [([1, 2, 3], 2.0), ([1, 2, 3], 2.0)]), measured("speculative", speculative)]
-        result = BenchResult([], {mode.name: mode for mode in modes}, Acceptance(), Load(0.0, (0, 0, 0), (0, 0, 0)), 0)
+        modes = [
+            measured("plain", [([1, 2, 3], 2.0), ([1, 2, 3], 2.0)]),
+            measured("speculative", speculative),
+        ]
+        result = BenchResult(
+            [],
+            {mode.name: mode for mode in modes},
+            Acceptance(),
+            Load(0.0, (0, 0, 0), (0, 0, 0)),
+            0,
+        )
         assert result.speedup is not None
         return result.speedup.estimate
 

@@ -31,21 +31,30 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
     from cryptography.hazmat.primitives import serialization as form
 
     key = ed25519.Ed25519PrivateKey.generate()
-    private, public = tmp_path / "private.pem", tmp_path / "public.pem"
-    private.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo))
+    private = tmp_path / "private.pem"
+    public = tmp_path / "public.pem"
+    private.write_bytes(
+        key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
+    )
     return private, public
 
 
 def test_a_bundle_that_another_process_has_rewritten_is_not_overwritten(folder: Path) -> None:
-    mine, other = Bundle.open(folder), Bundle.open(folder)
+    mine = Bundle.open(folder)
+    other = Bundle.open(folder)
     folder.chmod(0o700)
     rest = tuple(app for app in other.manifest.apps if app.name != other.manifest.default_app)
     with BundleWriter(folder, overwrite=True) as writer:
         writer.add_bundle(other)
         writer.commit(dataclasses.replace(other.manifest, apps=rest, default_app=rest[0].name))
     assert folder.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(InputError, match="changed by another process"), BundleWriter(folder, overwrite=True) as writer:
+    with (
+        pytest.raises(InputError, match="changed by another process"),
+        BundleWriter(folder, overwrite=True) as writer,
+    ):
         writer.add_bundle(mine)
     assert Bundle.open(folder).manifest.apps == rest
 
@@ -66,7 +75,9 @@ def test_a_signature_is_made_checked_and_required(
     assert call("sign", folder, "--key", private) == 0
     assert check(folder, "--require-signature", public) == 0
     assert "signature valid" in capsys.readouterr().out
-    (folder / "manifest.json").write_text((folder / "manifest.json").read_text().replace("SQL", "sql"))
+    (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace("SQL", "sql")
+    )
     assert check(folder) == 0
     capsys.readouterr()
     for command in (["run", str(folder), "--prompt", "hello"], ["verify", str(folder)]):
@@ -81,7 +92,11 @@ def test_a_damaged_bundle_is_neither_signed_nor_passed(
     weights.write_bytes(weights.read_bytes()[::-1])
     assert check(folder) == call("sign", folder, "--key", keys[0]) == 2
     assert capsys.readouterr().err.count("model.onnx.data is damaged") == 2
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["bundle", "private.pem", "public.pem"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [
+        "bundle",
+        "private.pem",
+        "public.pem",
+    ]
 
 
 def test_an_app_leaves_with_its_files(
@@ -97,15 +112,20 @@ def test_an_app_leaves_with_its_files(
     assert "sign it again" in capsys.readouterr().out
     left = Bundle.open(folder).manifest
     assert [app.name for app in left.apps] == ["base"] and left.default_app == "base"
-    assert not any("sql" in name for name in (*left.files, *left.roles)) and "model.onnx" in left.files
+    assert (
+        not any("sql" in name for name in (*left.files, *left.roles)) and "model.onnx" in left.files
+    )
     assert call("remove-app", folder, "base") == 2
     assert "at least one" in capsys.readouterr().err
 
 
-def test_an_app_in_the_graph_does_not_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_app_in_the_graph_does_not_leave(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = sample_manifest()
     apps = tuple(
-        dataclasses.replace(app, kind=AdapterKind.MERGED) if app.name == "sql" else app for app in manifest.apps
+        dataclasses.replace(app, kind=AdapterKind.MERGED) if app.name == "sql" else app
+        for app in manifest.apps
     )
     with BundleWriter(tmp_path / "bundle") as writer:
         fill(writer)
@@ -118,14 +138,18 @@ def test_an_app_in_the_graph_does_not_leave(tmp_path: Path, capsys: pytest.Captu
 def test_an_app_needs_a_slot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("add-app", folder, "tables=adapters/tables") == 2
     error = capsys.readouterr().err
-    assert "no slot" in error and "ssdevice export --slots --adapter tables=adapters/tables" in error
+    assert (
+        "no slot" in error and "ssdevice export --slots --adapter tables=adapters/tables" in error
+    )
     assert call("add-app", folder, "tables") == 2
     assert "NAME=DIR" in capsys.readouterr().err
     assert call("add-app", folder, "sql=adapters/tables") == 2
     assert "has an app 'sql'" in capsys.readouterr().err
 
 
-def test_an_app_of_core_ml_needs_another_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_app_of_core_ml_needs_another_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with BundleWriter(tmp_path / "bundle") as writer:
         fill(writer)
         writer.commit(dataclasses.replace(sample_manifest(), target="coreml"))

@@ -36,7 +36,11 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def talk(
-    monkeypatch: pytest.MonkeyPatch, bundle: str, *lines: str, end: str = "\n", options: tuple[str, ...] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    bundle: str,
+    *lines: str,
+    end: str = "\n",
+    options: tuple[str, ...] = (),
 ) -> int:
     """The exit code of a chat that gets these lines from a pipe."""
     said = end.join(lines).encode() + end.encode()
@@ -67,7 +71,10 @@ def test_a_pipe_gives_a_message_a_line(
 ) -> None:
     assert talk(monkeypatch, bundle, "hello", "", "  ", "//b", end=end) == 0
     said = capsys.readouterr()
-    assert said.out == "".join(f"{answer}\n" for answer in answers(user("hello"), user("/b"))) and said.err == ""
+    assert (
+        said.out == "".join(f"{answer}\n" for answer in answers(user("hello"), user("/b")))
+        and said.err == ""
+    )
 
 
 def test_a_conversation_is_saved_reset_and_loaded(
@@ -76,7 +83,18 @@ def test_a_conversation_is_saved_reset_and_loaded(
     system = {"role": "system", "content": "Be."}
     one, two = answers(system, user("hello"), user("b"))
     assert (
-        talk(monkeypatch, bundle, "/system Be.", "hello", "/save a.json", "/reset", "hello", "/load a.json", "b") == 0
+        talk(
+            monkeypatch,
+            bundle,
+            "/system Be.",
+            "hello",
+            "/save a.json",
+            "/reset",
+            "hello",
+            "/load a.json",
+            "b",
+        )
+        == 0
     )
     assert capsys.readouterr().out == f"{one}\n{one}\n{two}\n"
     saved = json.loads(Path("a.json").read_text())
@@ -87,7 +105,18 @@ def test_a_conversation_is_saved_reset_and_loaded(
     assert call("run", bundle, "--messages", "b.json", "--max-tokens", "9", "--json") == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["prompt"], row["text"]) == ("b", two)
-    assert talk(monkeypatch, bundle, "/system", "hello", "/app letters", "hello", options=("--system", "Be.")) == 0
+    assert (
+        talk(
+            monkeypatch,
+            bundle,
+            "/system",
+            "hello",
+            "/app letters",
+            "hello",
+            options=("--system", "Be."),
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"{answers(user('hello'))[0]}\n" * 2
 
 
@@ -103,7 +132,10 @@ def test_a_conversation_is_saved_reset_and_loaded(
         (["/load none.json"], "none.json: no such file"),
         (["/load ."], "cannot be read"),
         (["/load there.json"], "messages is dict ({}), expected a list of objects"),
-        (["/load asked.json"], "messages ends with 'user'; the last one must be of role system or assistant"),
+        (
+            ["/load asked.json"],
+            "messages ends with 'user'; the last one must be of role system or assistant",
+        ),
         (["/load wrong.json"], "role 'assistant' cannot be the first"),
         (["/load text.json"], "not JSON"),
         (["/load a\0b"], "/load is str ('a\\x00b'), expected a path"),
@@ -113,7 +145,11 @@ def test_a_conversation_is_saved_reset_and_loaded(
     ],
 )
 def test_what_is_wrong_in_a_pipe_ends_it_with_a_line(
-    lines: list[str], message: str, bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lines: list[str],
+    message: str,
+    bundle: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("there.json").write_text("{}")
     Path("wrong.json").write_text('[{"role": "assistant", "content": "x"}]')
@@ -131,12 +167,21 @@ def test_what_is_wrong_in_a_pipe_ends_it_with_a_line(
     [
         (["--messages", "none.json"], "none.json: no such file"),
         (["--messages", "said.json"], "messages ends with 'assistant'"),
-        (["--messages", "whole.json", "--system", "x"], "the messages have a system message of their own"),
-        (["--messages", "whole.json", "--limit", "3"], "--limit has no effect: it goes with --data"),
+        (
+            ["--messages", "whole.json", "--system", "x"],
+            "the messages have a system message of their own",
+        ),
+        (
+            ["--messages", "whole.json", "--limit", "3"],
+            "--limit has no effect: it goes with --data",
+        ),
         (["--messages", "whole.json", "--prompt", "x"], "not allowed with argument"),
         (["--prompt", "x", "--template-arg", "x"], "'x' is not NAME=JSON"),
         (["--prompt", "x", "--template-arg", "x=no"], "not JSON; write a text as x='\"text\"'"),
-        (["--prompt", "x", "--template-arg", "x=1"], "there are no tools and no template arguments"),
+        (
+            ["--prompt", "x", "--template-arg", "x=1"],
+            "there are no tools and no template arguments",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_one_line(
@@ -162,7 +207,8 @@ def test_turns_that_do_not_fit_are_forgotten_and_it_is_said(
 def test_an_interrupted_answer_counts_and_the_conversation_goes_on(
     bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show, shown = chat._Talk._show, list[str]()
+    show = chat._Talk._show
+    shown = list[str]()
 
     def interrupted(self: chat._Talk, piece: str) -> None:
         show(self, piece)
@@ -173,7 +219,11 @@ def test_an_interrupted_answer_counts_and_the_conversation_goes_on(
     monkeypatch.setattr(chat._Talk, "_show", interrupted)
     assert talk(monkeypatch, bundle, "hello", "b", "/save a.json") == 0
     saved = json.loads(Path("a.json").read_text())
-    assert saved[1]["content"] == "".join(shown[:2]) and saved[2] == user("b") and len(saved[3]["content"]) > 0
+    assert (
+        saved[1]["content"] == "".join(shown[:2])
+        and saved[2] == user("b")
+        and len(saved[3]["content"]) > 0
+    )
 
 
 def accepts(session: Session, prompt: str) -> bool:
@@ -183,20 +233,31 @@ def accepts(session: Session, prompt: str) -> bool:
 
 
 @pytest.mark.parametrize("colours", [True, pytest.param(False, marks=pytest.mark.wide)])
-def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundle: str, colours: bool) -> None:
+def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(
+    bundle: str, colours: bool
+) -> None:
     with Session.open(bundle) as session:
         prompts = ("".join(letters) for letters in product("abcdef", repeat=3))
         prompt = next(text for text in prompts if accepts(session, text))
     pty = pytest.importorskip("pty", reason="terminals of Unix")
     user_end, terminal = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
+    }
     environment |= {"TERM": "xterm"} if colours else {"TERM": "xterm", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "ssdevice", "chat", bundle, "--max-tokens", "30"]
-    with subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment,
-        # A shell lets what runs in the background ignore Ctrl-C, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process, ExitStack() as stack:  # fmt: skip
+    with (
+        subprocess.Popen(
+            command,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=environment,
+            # A shell lets what runs in the background ignore Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as process,
+        ExitStack() as stack,
+    ):
         stack.callback(process.kill)  # one that goes on would be waited for
         os.close(terminal)
         screen = b""
@@ -216,7 +277,9 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(bundl
         assert b"File name too long" in until(rb"> $")
         os.write(user_end, prompt.encode() + b"\n")
         assert (GREEN in until(rb"; \w+\]\s+(\x1b\S+)?> $")) == colours
-        for _ in range(6):  # readline does not see Ctrl-C between its prompt and its wait; a user presses again
+        for _ in range(
+            6
+        ):  # readline does not see Ctrl-C between its prompt and its wait; a user presses again
             if colours:
                 os.write(user_end, b"\x04")
             else:

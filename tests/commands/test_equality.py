@@ -1,4 +1,6 @@
-"""The promise of equal tokens: what breaks it is found, and a near-tie is excused only by its margin."""
+"""The promise of equal tokens: what breaks it is found, and a near-tie is excused only by its
+margin.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,12 @@ class Forgetful(ScriptedCache):
         super().write([rows[0], *[(row + 1) % self.geometry.vocab for row in rows[1:]]])
 
 
-def run(kind: type[ScriptedCache], precision: Precision = Precision.FP32, short: int = 0) -> Comparison:
-    engine = ScriptedEngine(make_geometry(TREE, context=90, short=short), random_drafter(0, 0.0), kind)
+def run(
+    kind: type[ScriptedCache], precision: Precision = Precision.FP32, short: int = 0
+) -> Comparison:
+    engine = ScriptedEngine(
+        make_geometry(TREE, context=90, short=short), random_drafter(0, 0.0), kind
+    )
     return compare_modes(engine, None, Asked(PROMPTS, (), 40, precision, lambda *_: None))
 
 
@@ -63,15 +69,21 @@ def test_a_right_step_has_no_faults_and_ends_everywhere(short: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "short"), [(Leaky, 0), (Forgetful, 0), (Short, 2)])
-def test_planted_drafts_find_faults_that_own_drafts_never_reach(kind: type[ScriptedCache], short: int) -> None:
+def test_planted_drafts_find_faults_that_own_drafts_never_reach(
+    kind: type[ScriptedCache], short: int
+) -> None:
     result = run(kind, short=short)
     assert {d.arm for d in result.differences} >= {FORCED}
     assert any("forced" in fault and "not a near-tie" in fault for fault in result.faults())
 
 
-def equality(precision: Precision, change: float | None, *margins: float | None, prompts: int = 1000) -> Comparison:
+def equality(
+    precision: Precision, change: float | None, *margins: float | None, prompts: int = 1000
+) -> Comparison:
     result = Comparison(precision, prompts, modes=[FORCED], largest_change=change)
-    result.differences = [Difference(FORCED, i, 3, 1, 2, margin) for i, margin in enumerate(margins)]
+    result.differences = [
+        Difference(FORCED, i, 3, 1, 2, margin) for i, margin in enumerate(margins)
+    ]
     return result
 
 
@@ -109,7 +121,10 @@ def test_a_margin_that_was_not_measured_excuses_nothing() -> None:
 
 def test_even_near_ties_are_few_and_none_in_fp32() -> None:
     assert equality(Precision.INT8, 0.09, *[0.1] * 5).faults() == []
-    assert "6 of 1000 prompts differ, at most 5 may" in equality(Precision.INT8, 0.09, *[0.1] * 6).faults()[0]
+    assert (
+        "6 of 1000 prompts differ, at most 5 may"
+        in equality(Precision.INT8, 0.09, *[0.1] * 6).faults()[0]
+    )
     assert "at most 0 may" in equality(Precision.FP32, 1e-5, 1e-6).faults()[0]
 
 

@@ -1,4 +1,6 @@
-"""What every command does with numbers that are none, outputs that cannot be written, and options without an effect."""
+"""What every command does with numbers that are none, outputs that cannot be written, and options
+without an effect.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,17 @@ ZERO = {
     "--port",  # any free one
     "--queue",  # nobody waits
     "--draft-layers",  # streams
-    "--msa-layers", "--init-rank", "--token-rank", "--follow-rank", "--lora-rank", "--adapter-rank",  # none
+    "--msa-layers",
+    "--init-rank",
+    "--token-rank",
+    "--follow-rank",
+    "--lora-rank",
+    "--adapter-rank",  # none
     "--draft-vocabulary",  # all tokens
-    "--alpha-stream", "--soft-labels", "--seed",
-}  # fmt: skip
+    "--alpha-stream",
+    "--soft-labels",
+    "--seed",
+}
 """Options for which 0 means something."""
 TEXTS = {"--sizes": ("2,0", "2,nan", "2,-4"), "--tree": ("chain:0", "chain:nan", "chain:-1")}
 
@@ -60,9 +69,15 @@ def numeric() -> list[tuple[str, str, str]]:
         command_module(name).add_arguments(parser)
         for action in parser._actions:
             option = action.option_strings[-1] if action.option_strings else ""
-            if action.type in (int, float) or "whole.<locals>" in getattr(action.type, "__qualname__", ""):
-                wrong = ["nan", "inf", "-inf", "1e999", "0.5.", ""] + ([] if option in SIGNED else ["-1"])
-                may_be_0 = option in ZERO or (name in ("run", "chat", "bench", "peers") and option in CHOICE - POSITIVE)
+            if action.type in (int, float) or "whole.<locals>" in getattr(
+                action.type, "__qualname__", ""
+            ):
+                wrong = ["nan", "inf", "-inf", "1e999", "0.5.", ""] + (
+                    [] if option in SIGNED else ["-1"]
+                )
+                may_be_0 = option in ZERO or (
+                    name in ("run", "chat", "bench", "peers") and option in CHOICE - POSITIVE
+                )
                 found += [(name, option, value) for value in (wrong if may_be_0 else [*wrong, "0"])]
             found += [(name, option, value) for value in TEXTS.get(option, ())]
     return found
@@ -72,13 +87,18 @@ NUMERIC = numeric()
 
 
 def test_the_table_has_every_number_of_every_command() -> None:
-    assert {name for name, _, _ in NUMERIC} == {*COMMANDS} - {"kernels", "bundle", "inspect"}, "which take none"
+    assert {name for name, _, _ in NUMERIC} == {*COMMANDS} - {"kernels", "bundle", "inspect"}, (
+        "which take none"
+    )
     assert len({(name, option) for name, option, _ in NUMERIC}) > 45
 
 
 @pytest.mark.parametrize("command", sorted({name for name, _, _ in NUMERIC}))
 def test_a_number_that_means_nothing_is_refused_by_the_name_of_its_option(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where none of the files exist
     for name, option, value in NUMERIC:
@@ -95,15 +115,23 @@ def test_a_number_that_means_nothing_is_refused_by_the_name_of_its_option(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("run b", "one of the arguments --prompt --data --messages is required; see ssdevice run --help"),
+        (
+            "run b",
+            "one of the arguments --prompt --data --messages is required; see ssdevice run --help",
+        ),
         ("run b --prompt a --nonsense", "unrecognized arguments: --nonsense; see ssdevice --help"),
         ("nonsense", "invalid choice: 'nonsense'"),
         ("bundle", "the following arguments are required: ACTION; see ssdevice bundle --help"),
-        ("bundle sign b", "the following arguments are required: --key; see ssdevice bundle sign --help"),
+        (
+            "bundle sign b",
+            "the following arguments are required: --key; see ssdevice bundle sign --help",
+        ),
         ("export --model m --target abacus", "invalid choice: 'abacus'"),
     ],
 )
-def test_wrong_usage_is_one_line(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line(
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(*given.split()) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
@@ -112,7 +140,9 @@ def test_wrong_usage_is_one_line(given: str, message: str, capsys: pytest.Captur
 @pytest.fixture
 def data(tmp_path: Path) -> str:
     file = tmp_path / "data.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n")
+    file.write_text(
+        "\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n"
+    )
     return str(file)
 
 
@@ -132,7 +162,10 @@ def filled(text: str, **more: str) -> str:
         ("chat BUNDLE --logprobs 3", "--logprobs has no effect: it goes with ssdevice run --json"),
         ("bench BUNDLE --data DATA --profile --json x.json", "--json has no effect: --profile"),
         ("bench BUNDLE --data DATA --profile --rounds 3", "--rounds has no effect: --profile"),
-        ("verify BUNDLE --integrity-only --model m", "--model has no effect: --integrity-only runs nothing"),
+        (
+            "verify BUNDLE --integrity-only --model m",
+            "--model has no effect: --integrity-only runs nothing",
+        ),
         ("verify BUNDLE --integrity-only --max-tokens 64", "--max-tokens has no effect"),
         (
             "verify BASE --model MODEL --adapter ADAPTER",
@@ -141,12 +174,24 @@ def filled(text: str, **more: str) -> str:
         ("tune BUNDLE --data DATA --quant int8", "--quant has no effect: a "),
         ("tune BUNDLE --data DATA --target onnx", "--target has no effect: a "),
         ("tune --model m --adapter a=b --data DATA --app b", "--app has no effect: trial bundles"),
-        ("tune --model m --adapter a=b --data DATA --require-signature k", "--require-signature has no effect"),
-        ("tune BUNDLE --data DATA --cost-table x --cost-of b", "--cost-of has no effect: --cost-table times nothing"),
+        (
+            "tune --model m --adapter a=b --data DATA --require-signature k",
+            "--require-signature has no effect",
+        ),
+        (
+            "tune BUNDLE --data DATA --cost-table x --cost-of b",
+            "--cost-of has no effect: --cost-table times nothing",
+        ),
         ("web BUNDLE --out x --port 8080", "--port has no effect: --out writes the page"),
         ("export --model MODEL --target onnx --kv-write slice", "are Core ML's, not onnx's"),
-        ("export --model MODEL --target executorch --compute-units cpu_and_gpu", "are Core ML's, not executorch's"),
-        ("export --model MODEL --target coreml --delegate xnnpack", "are ExecuTorch's, not coreml's"),
+        (
+            "export --model MODEL --target executorch --compute-units cpu_and_gpu",
+            "are Core ML's, not executorch's",
+        ),
+        (
+            "export --model MODEL --target coreml --delegate xnnpack",
+            "are ExecuTorch's, not coreml's",
+        ),
         ("kernels --target coreml", "--target coreml: there is nothing to compile"),
     ],
 )
@@ -191,9 +236,12 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
     if where.startswith("/proc") and not Path("/proc/self").exists():
         where = "FILE/inside"
     for place in (
-        "runtime.session.Session.open", "export.stages.export_plan", "train.trainer.train",
-        "commands.web.site", "commands.demo._call",
-    ):  # fmt: skip
+        "runtime.session.Session.open",
+        "export.stages.export_plan",
+        "train.trainer.train",
+        "commands.web.site",
+        "commands.demo._call",
+    ):
         monkeypatch.setattr(f"ssdevice.{place}", work)
     file = tmp_path / "file"
     file.write_text("")
@@ -204,15 +252,32 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_what_could_not_be_written_in_the_end_is_named(data: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_could_not_be_written_in_the_end_is_named(
+    data: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     bundle = str(tiny.tiny_bundle().folder)
-    command = ["tune", bundle, "--data", data, "--max-tokens", "60", "--threads", "1", "--quiet", "--out", "/dev/full"]
+    command = [
+        "tune",
+        bundle,
+        "--data",
+        data,
+        "--max-tokens",
+        "60",
+        "--threads",
+        "1",
+        "--quiet",
+        "--out",
+        "/dev/full",
+    ]
     assert call(*command) == 1
     assert "the disk is full: /dev/full could not be written" in capfd.readouterr().err
     words = [sys.executable, "-m", "ssdevice", "inspect", bundle, "--json"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "ssdevice: error: standard output: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "ssdevice: error: standard output: No space left on device\n",
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
@@ -225,7 +290,9 @@ def test_closed_streams_take_what_they_are_told(data: str) -> None:
         return done.returncode, done.stdout
 
     assert told("2>&-", "run", "nowhere", "--prompt", "x") == (2, "")
-    assert told("2>&-", "bench", bundle, "--data", data, "--rounds", "1", "--max-tokens", "3")[0] == 0  # progress
+    assert (
+        told("2>&-", "bench", bundle, "--data", data, "--rounds", "1", "--max-tokens", "3")[0] == 0
+    )  # progress
     assert told(">&- 2>&-", "inspect", bundle)[0] == 0
 
 
@@ -239,9 +306,14 @@ def test_data_and_model_are_read_before_the_work(
         assert "nowhere.jsonl: no such file" in capsys.readouterr().err
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 600}) + "\n")
-    assert call(*filled("tune --model MODEL --adapter app=ADAPTER").split(), "--data", str(long)) == 2
+    assert (
+        call(*filled("tune --model MODEL --adapter app=ADAPTER").split(), "--data", str(long)) == 2
+    )
     assert "long.jsonl, prompt 1: the prompt has" in capsys.readouterr().err
-    for given in ("verify BUNDLE --model nowhere --adapter ADAPTER", "verify BUNDLE --model MODEL --adapter nowhere"):
+    for given in (
+        "verify BUNDLE --model nowhere --adapter ADAPTER",
+        "verify BUNDLE --model MODEL --adapter nowhere",
+    ):
         assert call(*filled(given).split()) == 2
         assert "nowhere: no such folder" in capsys.readouterr().err
 
@@ -261,7 +333,9 @@ sys.exit(main(sys.argv[1:]))
 
 def test_a_terminated_command_leaves_no_folder_behind(data: str) -> None:
     command = ["tune", "--model", "m", "--adapter", "a=b", "--data", data, "--quiet"]
-    process = subprocess.Popen([sys.executable, "-c", TRIALS, *command], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRIALS, *command], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     folder = Path(process.stdout.readline().strip())
     assert (folder / "trial").is_file()

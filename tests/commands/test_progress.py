@@ -29,7 +29,9 @@ def test_lines_come_while_a_stage_is_silent(
     assert len(lines) >= 2
     left = r"(about \d+ s left|longer than expected)"
     for line in lines:
-        assert re.fullmatch(rf"export 5/100, \d+ s so far, {left}: write the graphs, step", line), line
+        assert re.fullmatch(rf"export 5/100, \d+ s so far, {left}: write the graphs, step", line), (
+            line
+        )
 
 
 def test_quiet_is_silent_and_a_short_command_too(capsys: pytest.CaptureFixture[str]) -> None:

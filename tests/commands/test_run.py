@@ -43,23 +43,34 @@ def call(*args: str) -> int:
         return stop.code
 
 
-def test_plain_and_speculative_print_the_same(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_and_speculative_print_the_same(
+    bundle: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("run", bundle, "--prompt", "hello", "--max-tokens", "12", "--threads", "1") == 0
     first = capsys.readouterr()
-    assert call("run", bundle, "--prompt", "hello", "--max-tokens", "12", "--no-speculate", "--quiet") == 0
+    assert (
+        call("run", bundle, "--prompt", "hello", "--max-tokens", "12", "--no-speculate", "--quiet")
+        == 0
+    )
     second = capsys.readouterr()
     assert first.out == second.out and len(first.out.rstrip("\n")) >= 1
     assert "12 tokens" in first.err and "tokens per step" in first.err
     assert second.err == ""
 
 
-def test_json_has_one_object_a_prompt(bundle: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("run", bundle, "--data", str(data), "--limit", "2", "--json", "--max-tokens", "9") == 0
+def test_json_has_one_object_a_prompt(
+    bundle: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        call("run", bundle, "--data", str(data), "--limit", "2", "--json", "--max-tokens", "9") == 0
+    )
     out = capsys.readouterr()
     rows = [json.loads(line) for line in out.out.splitlines()]
     assert [row["prompt"] for row in rows] == ["hello", "what now"]
     for row in rows:
-        assert sum(row["accepted"]) == len(row["tokens"]) - 1 and row["steps"] == len(row["accepted"])
+        assert sum(row["accepted"]) == len(row["tokens"]) - 1 and row["steps"] == len(
+            row["accepted"]
+        )
         assert row["reason"] in ("stop", "max_tokens") and row["seconds"] > 0
     assert out.err == ""
 
@@ -74,7 +85,8 @@ def test_a_trace_has_a_line_a_step(bundle: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("drafts", [2, 4])
 def test_a_trace_shows_what_steps_of_each_length_accepted(drafts: int) -> None:
-    trace, ids = Trace(make_tokenizer(), Tree.chain(4)), np.arange(40, 45, dtype=np.int32)
+    trace = Trace(make_tokenizer(), Tree.chain(4))
+    ids = np.arange(40, 45, dtype=np.int32)
     for accepted in range(drafts + 1):
         run = Run((*ids[:accepted].tolist(), 50), "", None, ids[:drafts, None])
         line = trace.line(run)
@@ -134,7 +146,9 @@ def test_wrong_input_is_one_line_and_exit_code_2(
         assert out.err.count("\n") == 1
 
 
-def test_an_error_names_the_prompt_of_a_data_file(bundle: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_names_the_prompt_of_a_data_file(
+    bundle: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data.write_text(data.read_text() + json.dumps({"prompt": "x" * 200}) + "\n")
     assert call("run", bundle, "--data", str(data), "--max-tokens", "2", "--json") == 2
     out = capsys.readouterr()
@@ -153,22 +167,40 @@ def test_a_folder_that_is_no_bundle_is_refused(
 def test_inspect_tells_what_is_inside(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("inspect", bundle) == 0
     text = capsys.readouterr().out
-    for part in ("onnx", "fp32", "model_type mistral", "letters", "Go on.", "weights.bin", "kv_cache_per_token 256"):
+    for part in (
+        "onnx",
+        "fp32",
+        "model_type mistral",
+        "letters",
+        "Go on.",
+        "weights.bin",
+        "kv_cache_per_token 256",
+    ):
         assert part in text
     assert call("inspect", bundle, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     # Keys and values of 2 layers, 128 rows of 2 heads of 8 float32 each.
-    assert found["memory"]["kv_cache"] == 2 * 2 * 128 * 2 * 8 * 4 and found["memory"]["kv_cache_per_token"] == 256
+    assert (
+        found["memory"]["kv_cache"] == 2 * 2 * 128 * 2 * 8 * 4
+        and found["memory"]["kv_cache_per_token"] == 256
+    )
     assert found["bytes"] == sum(found["files"].values())
 
 
-def test_verify_compares_arms_and_torch(bundle: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_compares_arms_and_torch(
+    bundle: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     extra = ["--model", str(tiny.base_folder()), "--adapter", str(tiny.adapter_folder())]
-    assert call("verify", bundle, "--data", str(data), "--max-tokens", "20", "--threads", "1", *extra) == 0
+    assert (
+        call("verify", bundle, "--data", str(data), "--max-tokens", "20", "--threads", "1", *extra)
+        == 0
+    )
     text = capsys.readouterr().out
     assert "sizes and hashes as in the manifest" in text
     assert all(f"{mode} 3" in text for mode in ("plain_step", "speculative", "forced"))
-    assert "prompt ids, logits and first tokens are those of the torch reference" in " ".join(text.split())
+    assert "prompt ids, logits and first tokens are those of the torch reference" in " ".join(
+        text.split()
+    )
 
 
 def test_verify_wants_a_model_with_an_adapter_and_an_adapter_with_a_model(
@@ -206,7 +238,9 @@ def test_verify_runs_without_data(bundle: str, capsys: pytest.CaptureFixture[str
     assert found["equality"]["largest_logit_change"] < 1e-4
 
 
-def test_verify_refuses_another_model(bundle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_another_model(
+    bundle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -234,7 +268,9 @@ def test_a_damaged_bundle_is_named_before_anything_runs(
         assert "weights.bin is damaged" in capsys.readouterr().err
 
 
-def test_a_bundle_without_streams_decodes_plainly(capsys: pytest.CaptureFixture[str], data: Path) -> None:
+def test_a_bundle_without_streams_decodes_plainly(
+    capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
     bundle = str(tiny.tiny_bundle("fp32", streams=False).folder)
     assert call("run", bundle, "--prompt", "hello", "--max-tokens", "5", "--json") == 0
     assert set(json.loads(capsys.readouterr().out)["accepted"]) == {1}

@@ -20,7 +20,13 @@ from ssdevice.runtime.loop import speculative
 from ssdevice.tree import Tree, tokens_per_step
 from tests.commands.test_run import call
 from tests.runtime import tiny_bundle as tiny
-from tests.runtime.scripted import ScriptedCache, ScriptedEngine, cache_of, continuation, make_geometry
+from tests.runtime.scripted import (
+    ScriptedCache,
+    ScriptedEngine,
+    cache_of,
+    continuation,
+    make_geometry,
+)
 
 TREES = [Tree.chain(3), Tree.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]), Tree.full(2, 3)]
 
@@ -39,7 +45,10 @@ def drafter(cache: ScriptedCache, context: list[int]):  # type: ignore[no-untype
     return drafts
 
 
-@given(st.sampled_from(TREES), st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=6), min_size=1, max_size=3))
+@given(
+    st.sampled_from(TREES),
+    st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=6), min_size=1, max_size=3),
+)
 def test_simulation_is_what_decoding_does(tree: Tree, prompts: list[list[int]]) -> None:
     engine = ScriptedEngine(make_geometry(tree, k=2, context=80), drafter)  # type: ignore[arg-type]
     ranks = observe(engine, prompts, (), 30, lambda *_: None)
@@ -48,7 +57,8 @@ def test_simulation_is_what_decoding_does(tree: Tree, prompts: list[list[int]]) 
         conversation = engine.new_conversation()
         emitted += len(answer(conversation, prompt, speculative, (), 30)) - 1
         steps += cache_of(conversation).steps
-    # A candidate that appears twice counts at its first rank, though the tree may hold only the second.
+    # A candidate that appears twice counts at its first rank, though the tree may hold only the
+    # second.
     assert tokens_per_step(ranks, tree) <= emitted / steps + 1e-9
     if tree.width == 1:
         single = [[[rank if rank == 0 else 9 for rank in row] for row in rows] for rows in ranks]
@@ -56,17 +66,26 @@ def test_simulation_is_what_decoding_does(tree: Tree, prompts: list[list[int]]) 
 
 
 ALWAYS = [[[0, 0, 0]] * 30]
-FUSED, DEFERRED = Schedule.FUSED, Schedule.DEFERRED
+FUSED = Schedule.FUSED
+DEFERRED = Schedule.DEFERRED
 
 
 def table(*steps: StepCost, plain_ms: float | None = 1.0) -> CostTable:
     """A synthetic device: a phone that runs INT4 bundles for Core ML."""
     manifest = tiny.tiny_bundle("fp32").manifest
     return CostTable(
-        device="phone", instructions=("asimddp",), target="coreml", precision="int4", threads=2, kernels=False,
-        model=manifest.model.sha256, gamma=manifest.geometry.gamma, msa_layers=manifest.msa_layers,
-        steps=steps, plain_ms=plain_ms,
-    )  # fmt: skip
+        device="phone",
+        instructions=("asimddp",),
+        target="coreml",
+        precision="int4",
+        threads=2,
+        kernels=False,
+        model=manifest.model.sha256,
+        gamma=manifest.geometry.gamma,
+        msa_layers=manifest.msa_layers,
+        steps=steps,
+        plain_ms=plain_ms,
+    )
 
 
 def test_a_cliff_behind_four_rows_chooses_a_tree_of_four() -> None:
@@ -81,7 +100,9 @@ def test_a_cliff_behind_four_rows_chooses_a_tree_of_four() -> None:
 def test_only_measured_sizes_are_chosen() -> None:
     found = choices(ALWAYS, [StepCost(2, FUSED, 1.0), StepCost(4, FUSED, 1.1)])
     assert [choice.tree.size for choice in found] == [4, 2]
-    with pytest.raises(InputError, match="the drafts fill a tree of 4 nodes, and only steps of 5, 8 nodes"):
+    with pytest.raises(
+        InputError, match="the drafts fill a tree of 4 nodes, and only steps of 5, 8 nodes"
+    ):
         choices(ALWAYS, [StepCost(5, FUSED, 1.0), StepCost(8, FUSED, 1.0)])
 
 
@@ -120,7 +141,9 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_broken_table_is_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:
     table(StepCost(3, FUSED, 1.25)).write(tmp_path / "t.json")
-    (tmp_path / "t.json").write_text(json.dumps(json.loads((tmp_path / "t.json").read_text()) | change))
+    (tmp_path / "t.json").write_text(
+        json.dumps(json.loads((tmp_path / "t.json").read_text()) | change)
+    )
     with pytest.raises(ConfigError, match=re.escape(said)):
         CostTable.read(tmp_path / "t.json")
 
@@ -132,13 +155,29 @@ def test_trial_trees_have_the_sizes_asked_for(size: int) -> None:
 
 
 def test_costs_of_a_phone_choose_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, costs, bundle = tmp_path / "data.jsonl", tmp_path / "phone.json", str(tiny.tiny_bundle("fp32").folder)
-    data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n")
+    data = tmp_path / "data.jsonl"
+    costs = tmp_path / "phone.json"
+    bundle = str(tiny.tiny_bundle("fp32").folder)
+    data.write_text(
+        "\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n"
+    )
     table(StepCost(2, FUSED, 4.0), StepCost(3, FUSED, 40.0)).write(costs)
-    arguments = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--cost-table", str(costs)]
+    arguments = [
+        "--data",
+        str(data),
+        "--max-tokens",
+        "60",
+        "--threads",
+        "1",
+        "--cost-table",
+        str(costs),
+    ]
     assert call("tune", bundle, *arguments) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("phone", "asimddp", "int4", "coreml", "predicted_tokens_per_second"))
+    assert all(
+        word in text
+        for word in ("phone", "asimddp", "int4", "coreml", "predicted_tokens_per_second")
+    )
     assert "no tree is faster than plain decoding" in text
     assert call("tune", bundle, *arguments, "--write-cost-table", str(tmp_path / "t.json")) == 2
     replace(table(StepCost(2, FUSED, 4.0)), gamma=2).write(costs)
@@ -146,10 +185,25 @@ def test_costs_of_a_phone_choose_here(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "phone.json: its γ is 2, that of the bundle is 3" in capsys.readouterr().err
 
 
-def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, out = tmp_path / "data.jsonl", tmp_path / "tree.json"
-    data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n")
-    arguments = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--out", str(out), "--json"]
+def test_tune_writes_a_tree_that_export_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    out = tmp_path / "tree.json"
+    data.write_text(
+        "\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now", "b", "c", "d")) + "\n"
+    )
+    arguments = [
+        "--data",
+        str(data),
+        "--max-tokens",
+        "60",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+        "--json",
+    ]
     arguments += ["--write-cost-table", str(tmp_path / "costs.json")]
     assert call("tune", str(tiny.tiny_bundle("fp32").folder), *arguments) == 0
     found = json.loads(capsys.readouterr().out)
@@ -160,18 +214,33 @@ def test_tune_writes_a_tree_that_export_reads(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("token_rank", "schedules"), [(0, ("fused", "deferred")), (4, ("deferred",))])
+@pytest.mark.parametrize(
+    ("token_rank", "schedules"), [(0, ("fused", "deferred")), (4, ("deferred",))]
+)
 def test_tune_makes_its_own_trials_of_a_model(
     token_rank: int, schedules: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In each schedule that the streams allow; those of the default recipe see the chosen token, so they wait."""
+    """In each schedule that the streams allow; those of the default recipe see the chosen token, so
+    they wait.
+    """
     from transformers.utils import logging
 
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": p}) for p in ("hello", "what now")) + "\n")
     adapter = f"app={tiny.adapter_folder(token_rank)}"
     model = ["--model", str(tiny.base_folder()), "--adapter", adapter, "--quant", "fp32"]
-    asked = ["--data", str(data), "--max-tokens", "60", "--threads", "1", "--json", "--sizes", "2,4", "--quiet"]
+    asked = [
+        "--data",
+        str(data),
+        "--max-tokens",
+        "60",
+        "--threads",
+        "1",
+        "--json",
+        "--sizes",
+        "2,4",
+        "--quiet",
+    ]
     logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     capsys.readouterr()  # of making the adapter
     assert call("tune", *model, *asked) == 0
@@ -183,11 +252,16 @@ def test_tune_makes_its_own_trials_of_a_model(
     assert {choice["nodes"] for choice in found["choices"]} <= {2, 4}
     assert call("tune", *model[:2], "--data", str(data)) == 2
     assert call("tune", "--data", str(data)) == 2
-    assert call("tune", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--sizes", "3") == 2
+    assert (
+        call("tune", str(tiny.tiny_bundle("fp32").folder), "--data", str(data), "--sizes", "3") == 2
+    )
 
 
-def test_costs_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine, other = tiny.tiny_bundle("fp32"), tiny.bundle_of_another_base(tmp_path / "other")
+def test_costs_of_another_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tiny.tiny_bundle("fp32")
+    other = tiny.bundle_of_another_base(tmp_path / "other")
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "hello"}\n', "utf-8")
     assert call("tune", str(mine.folder), "--data", str(data), "--cost-of", str(other)) == 2

@@ -75,9 +75,23 @@ def test_a_bundle_that_no_browser_runs_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [CacheDtype.FP32, CacheDtype.FP16])
-def test_a_cache_of_a_type_that_browsers_have_is_accepted(tmp_path: Path, runtime: Path, dtype: CacheDtype) -> None:
+def test_a_cache_of_a_type_that_browsers_have_is_accepted(
+    tmp_path: Path, runtime: Path, dtype: CacheDtype
+) -> None:
     out = tmp_path / "site"
-    assert main(["web", str(cached(tmp_path / "a", dtype)), "--runtime", str(runtime), "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "web",
+                str(cached(tmp_path / "a", dtype)),
+                "--runtime",
+                str(runtime),
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     assert (out / "bundle" / "manifest.json").exists()
 
 
@@ -89,7 +103,9 @@ def test_no_bundle_and_a_damaged_one_are_refused(
     assert "is damaged" in refused(capsys, bundle.folder, "--runtime", runtime)
 
 
-def test_a_missing_runtime_is_named(bundle: Bundle, runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_runtime_is_named(
+    bundle: Bundle, runtime: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (runtime / web.RUNTIME[1]).unlink()
     said = refused(capsys, bundle.folder, "--runtime", runtime)
     versions = json.loads((web.TREE / "package.json").read_text("utf-8"))["dependencies"]
@@ -104,7 +120,9 @@ def test_a_port_that_cannot_be_had_is_refused(
         port = other.getsockname()[1]
         said = refused(capsys, bundle.folder, "--runtime", runtime, "--port", port)
     assert f"--port {port} is taken; choose another (0: any free one)" in said
-    assert "expected 0 to 65535" in refused(capsys, bundle.folder, "--runtime", runtime, "--port", 70000)
+    assert "expected 0 to 65535" in refused(
+        capsys, bundle.folder, "--runtime", runtime, "--port", 70000
+    )
 
 
 def test_a_folder_for_a_static_host(
@@ -113,9 +131,13 @@ def test_a_folder_for_a_static_host(
     out = tmp_path / "site"
     assert main(["web", str(bundle.folder), "--runtime", str(runtime), "--out", str(out)]) == 0
     Bundle.open(out / "bundle")
-    assert {file.name for file in (out / "runtime").iterdir()} == {Path(name).name for name in web.RUNTIME}
+    assert {file.name for file in (out / "runtime").iterdir()} == {
+        Path(name).name for name in web.RUNTIME
+    }
     assert {file.name for file in out.glob("*.js")} == {file.name for file in web.TREE.glob("*.js")}
-    assert "  Cross-Origin-Embedder-Policy: require-corp\n" in (out / web.HEADERS_FILE).read_text("utf-8")
+    assert "  Cross-Origin-Embedder-Policy: require-corp\n" in (out / web.HEADERS_FILE).read_text(
+        "utf-8"
+    )
     said = refused(capsys, bundle.folder, "--runtime", runtime, "--out", out)
     assert f"--out {out}: exists; choose another folder" in said
 
@@ -137,7 +159,9 @@ def connection(bundle: Bundle, runtime: Path) -> Iterator[HTTPConnection]:
         ("/bundle/model.onnx.data?again", "application/octet-stream"),
     ],
 )
-def test_what_is_served_lets_threads_share_memory(connection: HTTPConnection, path: str, kind: str) -> None:
+def test_what_is_served_lets_threads_share_memory(
+    connection: HTTPConnection, path: str, kind: str
+) -> None:
     connection.request("GET", path)
     answer = connection.getresponse()
     content = answer.read()
@@ -146,7 +170,9 @@ def test_what_is_served_lets_threads_share_memory(connection: HTTPConnection, pa
     assert all(answer.headers[name] == value for name, value in HEADERS.items())
 
 
-@pytest.mark.parametrize("path", ["/package.json", "/bundle/", "/bundle/../worker.js", "//etc/passwd", "/node_modules"])
+@pytest.mark.parametrize(
+    "path", ["/package.json", "/bundle/", "/bundle/../worker.js", "//etc/passwd", "/node_modules"]
+)
 def test_nothing_else_is_served(connection: HTTPConnection, path: str) -> None:
     connection.request("GET", path)
     assert connection.getresponse().status == 404
@@ -157,7 +183,9 @@ def test_this_machine_may_be_called_by_its_names(connection: HTTPConnection, nam
     assert status_of(connection, name) == 200
 
 
-@pytest.mark.parametrize("name", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""])
+@pytest.mark.parametrize(
+    "name", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""]
+)
 def test_another_name_is_refused(connection: HTTPConnection, name: str) -> None:
     assert status_of(connection, name) == 421
 
@@ -179,18 +207,26 @@ def status_of(connection: HTTPConnection, *names: str) -> int:
 def test_a_part_of_a_file(connection: HTTPConnection) -> None:
     connection.request("GET", "/bundle/model.onnx", headers={"Range": "bytes=2-4"})  # of "a graph"
     answer = connection.getresponse()
-    assert (answer.status, answer.read(), answer.headers["Content-Range"]) == (206, b"gra", "bytes 2-4/7")
+    assert (answer.status, answer.read(), answer.headers["Content-Range"]) == (
+        206,
+        b"gra",
+        "bytes 2-4/7",
+    )
 
 
 @pytest.mark.parametrize(("path", "status"), [("/bundle/model.onnx", 200), ("/nothing", 404)])
-def test_head_is_get_without_the_content(connection: HTTPConnection, path: str, status: int) -> None:
+def test_head_is_get_without_the_content(
+    connection: HTTPConnection, path: str, status: int
+) -> None:
     connection.request("HEAD", path)
     answer = connection.getresponse()
     assert (answer.status, answer.read()) == (status, b"")
     assert status == 404 or int(answer.headers["Content-Length"]) == 7
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reader_that_leaves_is_no_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "large").write_bytes(bytes(1 << 24))
     with running(page({"index.html": tmp_path / "large"}, HEADERS)) as port:
         with socket.create_connection((LOOPBACK, port), timeout=30) as leaving:
@@ -203,7 +239,11 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_a_page_is_written_whole_and_not_into_the_bundle(
-    bundle: Bundle, runtime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle,
+    runtime: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert "is inside the bundle" in refused(capsys, bundle.folder, "--out", bundle.folder / "site")
     out = tmp_path / "site"

@@ -13,14 +13,22 @@ from tests.conformance.oracle import Drafts, StepOutput
 
 
 class OracleDriver:
-    """A conversation with an engine as ``tests.conformance.oracle.Driver``; entries beyond a step's count are 0."""
+    """A conversation with an engine as ``tests.conformance.oracle.Driver``; entries beyond a step's
+    count are 0.
+    """
 
     def __init__(self, engine: Engine, windows: Sequence[int] = ()) -> None:
-        self.inner, self.windows = EngineDriver(engine), windows
+        self.inner = EngineDriver(engine)
+        self.windows = windows
         g = engine.geometry
-        self.tree, self.gamma, self.k = g.tree, g.gamma, g.k
-        self.vocab, self.context, self.chunk = g.vocab, g.context, g.chunk
-        self.prefill, self.plain = self.inner.prefill, self.inner.plain
+        self.tree = g.tree
+        self.gamma = g.gamma
+        self.k = g.k
+        self.vocab = g.vocab
+        self.context = g.context
+        self.chunk = g.chunk
+        self.prefill = self.inner.prefill
+        self.plain = self.inner.plain
 
     def step(self, last: int, drafts: Drafts, length: int) -> StepOutput:
         out = self.inner.step(last, drafts, length)

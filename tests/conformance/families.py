@@ -1,4 +1,6 @@
-"""Models of every family wide enough that INT4 quantizes them, with a LoRA and streams, as their users have them."""
+"""Models of every family wide enough that INT4 quantizes them, with a LoRA and streams, as their
+users have them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ssdevice.model.families import family_of
 from tests.export.models import write_adapter, write_lora, write_tokenizer
 from tests.model.tiny import MODELS, SEEDS, randomise, tiny_config
 
-WIDTH, LAYERS, HEADS = 512, 2, 8
+WIDTH = 512
+LAYERS = 2
+HEADS = 8
 TOKENS = 24
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 
@@ -22,9 +26,12 @@ def wide_config(name: str) -> Any:
     """The config of ``tests.model.tiny`` in another size."""
     model_type, values = MODELS[name]
     sizes: dict[str, Any] = {
-        "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "eos_token_id": 1,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "eos_token_id": 1,
         ("ffn_dim" if model_type == "opt" else "intermediate_size"): 2 * WIDTH,
-    }  # fmt: skip
+    }
     for key, value in values.items():
         if key in ("layer_types", "no_rope_layers"):
             sizes[key] = value[:LAYERS]
@@ -47,10 +54,13 @@ def _factors(few: Sequence[float]) -> list[float]:
 
 
 def write_family(folder: Path, name: str) -> Path:
-    """``base`` and ``adapter`` below the folder, of a model that says more than one word over and over."""
+    """``base`` and ``adapter`` below the folder, of a model that says more than one word over and
+    over.
+    """
     from transformers import AutoModelForCausalLM
 
-    base, adapter = folder / "base", folder / "adapter"
+    base = folder / "base"
+    adapter = folder / "adapter"
     write_tokenizer(base)
     for attempt in count():
         hf = AutoModelForCausalLM.from_config(wide_config(name), attn_implementation="eager")
@@ -61,7 +71,9 @@ def write_family(folder: Path, name: str) -> Path:
         hf.save_pretrained(base)
         layers = hf.get_submodule(family_of(hf.config.model_type).layers_path)
         linears = {
-            path.rpartition(".")[2] for path, part in layers.named_modules() if isinstance(part, torch.nn.Linear)
+            path.rpartition(".")[2]
+            for path, part in layers.named_modules()
+            if isinstance(part, torch.nn.Linear)
         }
         write_lora(write_adapter(adapter, base, msa_layers=1), base, target_modules=sorted(linears))
         if len(set(generated(folder))) > TOKENS // 6:
@@ -74,7 +86,9 @@ def generated(folder: Path) -> list[int]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(
+        folder / "base", attn_implementation="eager", dtype=torch.float32
+    )
     model = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
     ids = torch.tensor([PROMPT])
     with torch.no_grad():

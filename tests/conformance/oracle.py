@@ -1,9 +1,10 @@
 """Oracle drafts: a conformance run in which every way a step can end does occur, for any target.
 
-A random model accepts almost no draft, so its own drafts would test little. Here the plain continuation is put on
-a chosen tree path and everything around it is wrong, so that the chosen node must be the end node. ``drive`` decodes
-to a full context that way, over every node in turn, and returns what occurred and what differed as facts;
-``check`` asserts them. Nothing here knows a framework: a target needs a ``Driver`` of integers.
+A random model accepts almost no draft, so its own drafts would test little. Here the plain
+continuation is put on a chosen tree path and everything around it is wrong, so that the chosen node
+must be the end node. ``drive`` decodes to a full context that way, over every node in turn, and
+returns what occurred and what differed as facts; ``check`` asserts them. Nothing here knows a
+framework: a target needs a ``Driver`` of integers.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class StepOutput:
 class Driver(Protocol):
     """One conversation on a target: calls of the step contract; the cache stays inside.
 
-    Every call at ``length`` writes its rows at cache positions ``length`` and on, whatever stood there before: a
-    driver never clears anything, so garbage beyond the length is part of the test. ``context``: tokens the export
-    holds. ``windows``: sizes of the sliding windows that occur (empty: none).
+    Every call at ``length`` writes its rows at cache positions ``length`` and on, whatever stood
+    there before: a driver never clears anything, so garbage beyond the length is part of the test.
+    ``context``: tokens the export holds. ``windows``: sizes of the sliding windows that occur
+    (empty: none).
     """
 
     tree: Tree
@@ -59,18 +61,22 @@ class Driver(Protocol):
         ...
 
     def rows(self, start: int, end: int) -> np.ndarray[Any, Any] | None:
-        """Cache rows ``start .. end - 1`` of all layers in one array, a copy; None where they cannot be read."""
+        """Cache rows ``start .. end - 1`` of all layers in one array, a copy; None where they
+        cannot be read.
+        """
         ...
 
 
 @dataclass
 class Facts:
-    """What happened in a drive. ``differences``: sentences about integers that were not as they must be.
+    """What happened in a drive.
 
-    ``row_error``: largest |difference| of a committed row from plain decoding's, whose largest |value| is
-    ``row_size``. ``perturbation_error``: the same between a step and its repetition with other rejected drafts
-    (``perturbations`` of them). ``false_branches``: steps in which a rejected token was followed by its own true
-    continuation.
+    ``differences``: sentences about integers that were not as they must be.
+
+    ``row_error``: largest |difference| of a committed row from plain decoding's, whose largest
+    |value| is ``row_size``. ``perturbation_error``: the same between a step and its repetition with
+    other rejected drafts (``perturbations`` of them). ``false_branches``: steps in which a rejected
+    token was followed by its own true continuation.
     """
 
     prompt: list[int]
@@ -92,17 +98,26 @@ class Facts:
 
 
 def force_drafts(
-    tree: Tree, k: int, gamma: int, continuation: Sequence[int], end_node: int, vocab: int, rng: random.Random
+    tree: Tree,
+    k: int,
+    gamma: int,
+    continuation: Sequence[int],
+    end_node: int,
+    vocab: int,
+    rng: random.Random,
 ) -> Drafts:
     """Drafts ``[γ, k]`` whose accepted end is exactly ``end_node``.
 
-    ``continuation``: the true tokens after the root. The node's path carries them; every other candidate of a stream
-    is some other id. Streams beyond the continuation get random ids, so it must reach past the node for the end to
-    be exact, unless the node is a leaf of the deepest stream.
+    ``continuation``: the true tokens after the root. The node's path carries them; every other
+    candidate of a stream is some other id. Streams beyond the continuation get random ids, so it
+    must reach past the node for the end to be exact, unless the node is a leaf of the deepest
+    stream.
     """
     path = tree.paths[end_node]
     if len(path) > len(continuation):
-        raise ValueError(f"node {end_node} is {len(path)} deep, the continuation has {len(continuation)} tokens")
+        raise ValueError(
+            f"node {end_node} is {len(path)} deep, the continuation has {len(continuation)} tokens"
+        )
     drafts = []
     for j in range(gamma):
         true = continuation[j] if j < len(continuation) else None
@@ -113,10 +128,17 @@ def force_drafts(
     return drafts
 
 
-def force_everywhere(k: int, gamma: int, continuation: Sequence[int], vocab: int, rng: random.Random) -> Drafts:
-    """Drafts in which every candidate is right: many nodes tie, and the lowest of the deepest must win."""
+def force_everywhere(
+    k: int, gamma: int, continuation: Sequence[int], vocab: int, rng: random.Random
+) -> Drafts:
+    """Drafts in which every candidate is right: many nodes tie, and the lowest of the deepest must
+    win.
+    """
     known = len(continuation)
-    return [[continuation[j] if j < known else rng.randrange(vocab) for _ in range(k)] for j in range(gamma)]
+    return [
+        [continuation[j] if j < known else rng.randrange(vocab) for _ in range(k)]
+        for j in range(gamma)
+    ]
 
 
 def _other(token: int | None, vocab: int, rng: random.Random) -> int:
@@ -135,14 +157,17 @@ def prefill_all(driver: Driver, prompt: Sequence[int]) -> tuple[int, Drafts]:
 
 
 def drive(driver: Driver, prompt: Sequence[int], seed: int = 0, perturb: bool = True) -> Facts:
-    """Plain decoding to a full context, then oracle-drafted decoding over it until every node was an end node.
+    """Plain decoding to a full context, then oracle-drafted decoding over it until every node was
+    an end node.
 
-    Each speculative round starts with a prefill over the used cache and runs to the full context. Stops after as
-    many rounds as the tree has nodes. ``perturb``: repeat each step with other rejected drafts.
+    Each speculative round starts with a prefill over the used cache and runs to the full context.
+    Stops after as many rounds as the tree has nodes. ``perturb``: repeat each step with other
+    rejected drafts.
     """
     rng = random.Random(seed)
     facts = Facts(list(prompt))
-    start, tree = len(prompt), driver.tree
+    start = len(prompt)
+    tree = driver.tree
     if driver.context - start < tree.emitted + 1:
         raise ValueError("the context must hold the prompt and a step of every count")
 
@@ -154,7 +179,8 @@ def drive(driver: Driver, prompt: Sequence[int], seed: int = 0, perturb: bool = 
     plain_rows = driver.rows(0, driver.context)
 
     _false_branches(driver, facts, rng)
-    # Deepest first: the order mixes counts, and a short last round still has room for the shallow ones.
+    # Deepest first: the order mixes counts, and a short last round still has room for the shallow
+    # ones.
     todo = sorted(range(tree.size), key=lambda node: -tree.depths[node])
     for _ in range(tree.size):
         _round(driver, facts, first_drafts, todo, rng, perturb)
@@ -170,23 +196,38 @@ def drive(driver: Driver, prompt: Sequence[int], seed: int = 0, perturb: bool = 
 
 
 def _round(
-    driver: Driver, facts: Facts, first_drafts: Drafts, todo: list[int], rng: random.Random, perturb: bool
+    driver: Driver,
+    facts: Facts,
+    first_drafts: Drafts,
+    todo: list[int],
+    rng: random.Random,
+    perturb: bool,
 ) -> None:
-    """One prefill and one speculative run to the full context; nodes that became end nodes leave ``todo``."""
-    start, tree, truth = len(facts.prompt), driver.tree, facts.plain
+    """One prefill and one speculative run to the full context; nodes that became end nodes leave
+    ``todo``.
+    """
+    start = len(facts.prompt)
+    tree = driver.tree
+    truth = facts.plain
     root, drafts = prefill_all(driver, facts.prompt)
     if root != truth[0]:
         facts.differences.append(f"prefill's root is {root}, the first time it was {truth[0]}")
     if drafts != first_drafts:
-        facts.differences.append(f"prefill's drafts are {drafts}, the first time they were {first_drafts}")
-    length, steps = start, 0
+        facts.differences.append(
+            f"prefill's drafts are {drafts}, the first time they were {first_drafts}"
+        )
+    length = start
+    steps = 0
     while length < driver.context:
         ahead = truth[length - start + 1 :]
         room = driver.context - length
         if steps == 0:
-            node, given = None, drafts  # the model's own drafts: whatever is accepted must still be true
+            # the model's own drafts: whatever is accepted must still be true
+            node = None
+            given = drafts
         elif steps == 1:
-            node, given = None, force_everywhere(driver.k, driver.gamma, ahead, driver.vocab, rng)
+            node = None
+            given = force_everywhere(driver.k, driver.gamma, ahead, driver.vocab, rng)
             facts.repeated += 1
         else:
             node = _next_node(tree, todo, room, rng)
@@ -198,7 +239,9 @@ def _round(
         facts.last_write = length + tree.emitted
         kept = _check_step(driver, facts, out, ahead, node, length)
         if steps == 2 and out.count < min(tree.emitted, room):
-            facts.differences.append(f"at length {length} all drafts were right, count is {out.count}")
+            facts.differences.append(
+                f"at length {length} all drafts were right, count is {out.count}"
+            )
         if node is not None and out.count == tree.depths[node] + 1:
             facts.end_nodes.add(node)
             facts.counts.add(out.count)
@@ -211,11 +254,15 @@ def _round(
 
 
 def _false_branches(driver: Driver, facts: Facts, rng: random.Random) -> None:
-    """Steps with a path that is true, then wrong, then right about the wrong token: it must end where it went wrong.
+    """Steps with a path that is true, then wrong, then right about the wrong token: it must end
+    where it went wrong.
 
-    Such a node agrees with its parent's prediction, so a verification that forgets the rest of the path takes it.
+    Such a node agrees with its parent's prediction, so a verification that forgets the rest of the
+    path takes it.
     """
-    tree, start, truth = driver.tree, len(facts.prompt), facts.plain
+    tree = driver.tree
+    start = len(facts.prompt)
+    truth = facts.plain
     for node in range(tree.size):
         path = tree.paths[node]
         if len(path) < 2 or start + len(path) >= driver.context:
@@ -242,7 +289,9 @@ def _false_branches(driver: Driver, facts: Facts, rng: random.Random) -> None:
 
 
 def _next_node(tree: Tree, todo: Sequence[int], room: int, rng: random.Random) -> int:
-    """A node whose end is exact in ``room`` tokens, first one still to do; the last step has room for one token."""
+    """A node whose end is exact in ``room`` tokens, first one still to do; the last step has room
+    for one token.
+    """
     if room == 1:
         return max(node for node in range(tree.size) if tree.depths[node] <= 1)
     fitting = [node for node in range(tree.size) if tree.depths[node] + 1 < room]
@@ -251,19 +300,33 @@ def _next_node(tree: Tree, todo: Sequence[int], room: int, rng: random.Random) -
 
 
 def _check_step(
-    driver: Driver, facts: Facts, out: StepOutput, ahead: Sequence[int], node: int | None, length: int
+    driver: Driver,
+    facts: Facts,
+    out: StepOutput,
+    ahead: Sequence[int],
+    node: int | None,
+    length: int,
 ) -> int:
-    """Record what is wrong with a step; the number of tokens to advance by (those that were true, at least one)."""
-    tree, where = driver.tree, f"at length {length}, forced node {node}"
+    """Record what is wrong with a step; the number of tokens to advance by (those that were true,
+    at least one).
+    """
+    tree = driver.tree
+    where = f"at length {length}, forced node {node}"
     if len(out.tokens) != tree.emitted or not 1 <= out.count <= tree.emitted:
-        facts.differences.append(f"{where}: {len(out.tokens)} tokens, count {out.count}; A is {tree.emitted}")
+        facts.differences.append(
+            f"{where}: {len(out.tokens)} tokens, count {out.count}; A is {tree.emitted}"
+        )
         return 1
     shape = [len(row) for row in out.drafts]
-    if shape != [driver.k] * driver.gamma or not all(0 <= t < driver.vocab for row in out.drafts for t in row):
+    if shape != [driver.k] * driver.gamma or not all(
+        0 <= t < driver.vocab for row in out.drafts for t in row
+    ):
         facts.differences.append(f"{where}: drafts {out.drafts} are not [γ, k] ids")
     kept = min(out.count, len(ahead))
     if out.tokens[:kept] != list(ahead[:kept]):
-        facts.differences.append(f"{where}: tokens {out.tokens[:kept]}, plain decoding gives {list(ahead[:kept])}")
+        facts.differences.append(
+            f"{where}: tokens {out.tokens[:kept]}, plain decoding gives {list(ahead[:kept])}"
+        )
     # The end is exact only where the continuation reaches past the node.
     if node is not None and tree.depths[node] < len(ahead) and out.count != tree.depths[node] + 1:
         facts.differences.append(f"{where}: count {out.count}, expected {tree.depths[node] + 1}")
@@ -285,14 +348,23 @@ def _perturb(
 ) -> None:
     """Repeat a step with other wrong siblings: nothing that leaves it may change."""
     rows = driver.rows(length, length + before.count)
-    # Where the known answer ends, the step itself says what would be right; no sibling may hit it by luck.
+    # Where the known answer ends, the step itself says what would be right; no sibling may hit it
+    # by luck.
     true = [*ahead, *before.tokens[len(ahead) : before.count]]
-    again = driver.step(root, force_drafts(driver.tree, driver.k, driver.gamma, true, node, driver.vocab, rng), length)
+    again = driver.step(
+        root,
+        force_drafts(driver.tree, driver.k, driver.gamma, true, node, driver.vocab, rng),
+        length,
+    )
     facts.perturbations += 1
     if (again.tokens[: again.count], again.count) != (before.tokens[: before.count], before.count):
-        facts.differences.append(f"at length {length}, end node {node}: other rejected drafts changed the tokens")
+        facts.differences.append(
+            f"at length {length}, end node {node}: other rejected drafts changed the tokens"
+        )
     if again.drafts != before.drafts:
-        facts.differences.append(f"at length {length}, end node {node}: other rejected drafts changed the next drafts")
+        facts.differences.append(
+            f"at length {length}, end node {node}: other rejected drafts changed the next drafts"
+        )
     after = driver.rows(length, length + before.count)
     if rows is not None and after is not None:
         facts.perturbation_error = max(facts.perturbation_error, _distance(rows, after))
@@ -304,14 +376,18 @@ def _distance(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
     return float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0))
 
 
-def check(facts: Facts, driver: Driver, row_tolerance: float, perturbation_tolerance: float = 1e-6) -> None:
+def check(
+    facts: Facts, driver: Driver, row_tolerance: float, perturbation_tolerance: float = 1e-6
+) -> None:
     """Assert that a drive was not vacuous and that speculative decoding was plain decoding.
 
-    ``row_tolerance``: for committed rows against plain decoding's, which sum the same keys in another order.
+    ``row_tolerance``: for committed rows against plain decoding's, which sum the same keys in
+    another order.
     """
     tree = driver.tree
     assert facts.differences == []
-    # Not vacuous: every end, every count, a full cache, past every window, and a text that says something.
+    # Not vacuous: every end, every count, a full cache, past every window, and a text that says
+    # something.
     assert facts.end_nodes == set(range(tree.size))
     assert facts.counts == set(range(1, tree.emitted + 1))
     assert facts.final_length == driver.context

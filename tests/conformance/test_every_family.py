@@ -1,4 +1,6 @@
-"""Every family exports to every target with an adapter, and says what transformers says, in every mode."""
+"""Every family exports to every target with an adapter, and says what transformers says, in every
+mode.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +41,39 @@ def test_every_family_is_here() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "quant"), CELLS)
 @pytest.mark.parametrize("family", MODELS)
-def test_every_family_exports_to_every_target(family: str, target: str, quant: str, tmp_path: Path) -> None:
+def test_every_family_exports_to_every_target(
+    family: str, target: str, quant: str, tmp_path: Path
+) -> None:
     if target == "coreai" and find_spec(PACKAGES[target]) is None:
         pytest.skip("needs coreai-core and coreai-torch")
     if target in PACKAGES:
         pytest.importorskip(PACKAGES[target])
     folder = made_once(f"families/{family}", lambda out: write_family(out, family))
     out = tmp_path / "bundle"
-    options = ["--context", "64", "--chunk", "8", "--tree", TREE, "--quant", quant, "--target", target, "--quiet"]
+    options = [
+        "--context",
+        "64",
+        "--chunk",
+        "8",
+        "--tree",
+        TREE,
+        "--quant",
+        quant,
+        "--target",
+        target,
+        "--quiet",
+    ]
     models = ["--model", str(folder / "base"), "--adapter", f"app={folder / 'adapter'}"]
     assert main(["export", *models, *options, "--out", str(out)]) == 0
-    bundle, precision = Bundle.open(out), Precision(quant)
+    bundle = Bundle.open(out)
+    precision = Precision(quant)
     engine = open_engine(bundle, None, EngineOptions())
     shown = export_target(target).logits_engine(bundle, None, EngineOptions())
     result = compare_modes(engine, shown, Asked([PROMPT], (), TOKENS, precision, lambda *_: None))
     engine.close()
     assert result.nodes_ended == set(range(NODES))
-    assert Comparison.faults(result) == []  # differences are near-ties, or there are none where no logits are shown
+    assert (
+        Comparison.faults(result) == []
+    )  # differences are near-ties, or there are none where no logits are shown
     if precision is Precision.FP32:
         assert result.differences == [] and result.answers == [generated(folder)]

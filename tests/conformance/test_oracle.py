@@ -10,24 +10,42 @@ import numpy as np
 import pytest
 
 from ssdevice.tree import Tree
-from tests.conformance.oracle import Drafts, StepOutput, check, drive, force_drafts, force_everywhere
+from tests.conformance.oracle import (
+    Drafts,
+    StepOutput,
+    check,
+    drive,
+    force_drafts,
+    force_everywhere,
+)
 
 VOCAB = 31
 TREE = Tree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)])
 
 
 class TableDriver:
-    """A target whose model is arithmetic: a cache row is a token, the next token a sum over the visible rows."""
+    """A target whose model is arithmetic: a cache row is a token, the next token a sum over the
+    visible rows.
+    """
 
-    def __init__(self, tree: Tree = TREE, context: int = 30, chunk: int = 4, window: int = 5) -> None:
-        self.tree, self.gamma, self.k = tree, max(tree.depth, 1), tree.width
-        self.vocab, self.context, self.chunk, self.windows = VOCAB, context, chunk, [window]
+    def __init__(
+        self, tree: Tree = TREE, context: int = 30, chunk: int = 4, window: int = 5
+    ) -> None:
+        self.tree = tree
+        self.gamma = max(tree.depth, 1)
+        self.k = tree.width
+        self.vocab = VOCAB
+        self.context = context
+        self.chunk = chunk
+        self.windows = [window]
         self.cache = [VOCAB - 1] * (context + max(chunk, tree.emitted))
 
     def predict(self, seen: Sequence[int]) -> int:
         """The token after ``seen``, from as many of them as the window shows."""
         recent = list(seen)[-self.windows[0] :]
-        return (sum((3 + 2 * i) * (token + 1) for i, token in enumerate(reversed(recent))) + len(seen)) % VOCAB
+        return (
+            sum((3 + 2 * i) * (token + 1) for i, token in enumerate(reversed(recent))) + len(seen)
+        ) % VOCAB
 
     def draft(self, seen: Sequence[int]) -> Drafts:
         """Some function of what is committed and visible."""
@@ -54,11 +72,15 @@ class TableDriver:
         for node in range(1, tree.size):
             parent = tree.parents[node]
             accepted.append(accepted[parent] and tokens[node] == predicted[parent])
-        return max(range(tree.size), key=lambda node: (accepted[node] * (tree.depths[node] + 1), -node))
+        return max(
+            range(tree.size), key=lambda node: (accepted[node] * (tree.depths[node] + 1), -node)
+        )
 
     def seen_by(self, node: int, tokens: Sequence[int], length: int) -> list[int]:
         """The tokens that a node sees: the committed ones, its ancestors and itself."""
-        return self.cache[:length] + [tokens[j] for j in range(self.tree.size) if self.tree.ancestors[node][j]]
+        return self.cache[:length] + [
+            tokens[j] for j in range(self.tree.size) if self.tree.ancestors[node][j]
+        ]
 
     def commit(self, path: Sequence[int], tokens: Sequence[int], length: int) -> None:
         self.write([tokens[node] for node in path], length)
@@ -124,8 +146,14 @@ class SeesGarbage(TableDriver):
 
 class ForgetsThePath(TableDriver):
     def end_node(self, tokens: Sequence[int], predicted: Sequence[int]) -> int:
-        agree = [node == 0 or tokens[node] == predicted[self.tree.parents[node]] for node in range(self.tree.size)]
-        return max(range(self.tree.size), key=lambda node: (agree[node] * (self.tree.depths[node] + 1), -node))
+        agree = [
+            node == 0 or tokens[node] == predicted[self.tree.parents[node]]
+            for node in range(self.tree.size)
+        ]
+        return max(
+            range(self.tree.size),
+            key=lambda node: (agree[node] * (self.tree.depths[node] + 1), -node),
+        )
 
 
 class NeverAccepts(TableDriver):
@@ -144,7 +172,9 @@ class CommitsTheFirstRows(TableDriver):
 
 
 class ClampsItsWrites(TableDriver):
-    """As dynamic-update-slice does where the capacity leaves no room for A rows at a nearly full context."""
+    """As dynamic-update-slice does where the capacity leaves no room for A rows at a nearly full
+    context.
+    """
 
     def commit(self, path: Sequence[int], tokens: Sequence[int], length: int) -> None:
         super().commit(path, tokens, min(length, self.context - self.tree.emitted))
@@ -158,7 +188,9 @@ class BakesTheOffset(TableDriver):
 class DraftsFromRejectedRows(TableDriver):
     def step(self, root: int, drafts: Drafts, length: int) -> StepOutput:
         out = super().step(root, drafts, length)
-        return StepOutput(out.tokens, out.count, [[(t + drafts[0][0]) % VOCAB for t in row] for row in out.drafts])
+        return StepOutput(
+            out.tokens, out.count, [[(t + drafts[0][0]) % VOCAB for t in row] for row in out.drafts]
+        )
 
 
 class CountsOneLess(TableDriver):

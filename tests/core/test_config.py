@@ -88,10 +88,22 @@ def test_defaults_fill_what_is_left_out() -> None:
         ({"mode": None}, r"x\.mode: 'None' is not one of"),
         ({"inner": ["a"]}, r"x\.inner: expected an object, found a list"),
         ({"inner": {}}, r"x\.inner: 'name' is missing"),
-        ({"inner": {"name": "a", "weight": True}}, r"x\.inner\.weight: expected a number, found true or false"),
-        ({"inner": {"name": "a", "weight": math.nan}}, r"x\.inner\.weight: nan is not a finite number"),
-        ({"inner": {"name": "a", "weight": math.inf}}, r"x\.inner\.weight: inf is not a finite number"),
-        ({"inner": {"name": "a", "weight": 10**400}}, r"x\.inner\.weight: 1000.* is not a finite number"),
+        (
+            {"inner": {"name": "a", "weight": True}},
+            r"x\.inner\.weight: expected a number, found true or false",
+        ),
+        (
+            {"inner": {"name": "a", "weight": math.nan}},
+            r"x\.inner\.weight: nan is not a finite number",
+        ),
+        (
+            {"inner": {"name": "a", "weight": math.inf}},
+            r"x\.inner\.weight: inf is not a finite number",
+        ),
+        (
+            {"inner": {"name": "a", "weight": 10**400}},
+            r"x\.inner\.weight: 1000.* is not a finite number",
+        ),
         ({"ranks": [1, "2"]}, r"x\.ranks\[1\]: expected an integer, found a string"),
         ({"ranks": 3}, r"x\.ranks: expected a list, found an integer"),
         ({"ranks": {"0": 1}}, r"x\.ranks: expected a list, found an object"),
@@ -120,13 +132,21 @@ def test_missing_key_is_named() -> None:
 
 
 def test_hostile_values_make_short_messages() -> None:
-    for data in ({"k" * 10_000: 1}, {**MINIMAL, "mode": "m" * 10_000}, {**MINIMAL, "counts": {"k" * 10_000: None}}):
+    for data in (
+        {"k" * 10_000: 1},
+        {**MINIMAL, "mode": "m" * 10_000},
+        {**MINIMAL, "counts": {"k" * 10_000: None}},
+    ):
         with pytest.raises(ConfigError) as caught:
             load_strict(Outer, data, "x")
         assert len(str(caught.value)) < 400
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5
+    )
+)
 def test_any_json_value_is_taken_or_refused_with_a_config_error(value: Any) -> None:
     for key in Outer.__dataclass_fields__:
         try:
@@ -170,7 +190,10 @@ def test_stream_config_round_trip(config: StreamConfig) -> None:
         ({"mode": "lossless", "adapter_rank": 0}, "adapter_rank"),
         ({"msa_layers": 0, "adapter_rank": 0}, "adapter_rank"),
         ({"draft_layers": 1}, "draft_layers need lossless mode"),
-        ({"draft_layers": 1, "mode": "lossless", "adapter_rank": 0}, "msa_layers is 4: draft layers do without"),
+        (
+            {"draft_layers": 1, "mode": "lossless", "adapter_rank": 0},
+            "msa_layers is 4: draft layers do without",
+        ),
         ({"draft_layers": 9}, "draft_layers is 9"),
         ({"stream_mlp": "base"}, "not one of adapter-only, adapter, base\\+adapter"),
     ],

@@ -1,4 +1,6 @@
-"""The contract keeps its promises for every geometry: names, shapes, and room for every fixed-size write."""
+"""The contract keeps its promises for every geometry: names, shapes, and room for every fixed-size
+write.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,26 @@ from ssdevice.contract import CacheForm, FunctionSpec, Geometry, functions
 from ssdevice.errors import ConfigError
 from ssdevice.tree import Tree
 
-BASE = Geometry(layers=3, kv_heads=2, head_dim=8, vocab=100, gamma=3, k=2, tree=Tree.full(2, 2), context=64, chunk=16)
+BASE = Geometry(
+    layers=3,
+    kv_heads=2,
+    head_dim=8,
+    vocab=100,
+    gamma=3,
+    k=2,
+    tree=Tree.full(2, 2),
+    context=64,
+    chunk=16,
+)
 
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    tree = draw(st.sampled_from([Tree.root_only(), Tree.chain(1), Tree.chain(4), Tree.full(2, 3), Tree.full(5, 1)]))
+    tree = draw(
+        st.sampled_from(
+            [Tree.root_only(), Tree.chain(1), Tree.chain(4), Tree.full(2, 3), Tree.full(5, 1)]
+        )
+    )
     context = draw(st.integers(2, 5000))
     assume(context > tree.size)
     return Geometry(
@@ -52,18 +68,24 @@ def test_every_write_at_a_length_within_the_context_fits(g: Geometry, data: st.D
 
 
 @given(geometries(), st.integers(1, 64))
-def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(g: Geometry, hidden: int) -> None:
+def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(
+    g: Geometry, hidden: int
+) -> None:
     g = dataclasses.replace(g, hidden=hidden)
     assert 0 <= g.capacity - g.context - max(g.tree.size, g.chunk) < contract.CAPACITY_MULTIPLE
     for cache in CacheForm:
         specs = functions(g, cache, "float16")
         assert tuple(specs) == present(g, *contract.GREEDY, *contract.CHOOSING)
-        shapes = {name: {t.name: t.shape for t in (*s.inputs, *s.outputs)} for name, s in specs.items()}
+        shapes = {
+            name: {t.name: t.shape for t in (*s.inputs, *s.outputs)} for name, s in specs.items()
+        }
         for name, nodes in ((contract.VERIFY, g.tree.size), (contract.VERIFY_PLAIN, 1)):
             assert shapes[name][contract.LOGITS] == (nodes, g.vocab)
             assert shapes[name][contract.STATES] == (nodes, hidden)
         assert shapes[contract.DRAFT][contract.LAST_STATE] == (1, hidden)
-        assert shapes[contract.DRAFT].get(contract.PATH) == (None if cache is CacheForm.EXTERNAL else (g.tree.emitted,))
+        assert shapes[contract.DRAFT].get(contract.PATH) == (
+            None if cache is CacheForm.EXTERNAL else (g.tree.emitted,)
+        )
         # Only the graph that holds the cache moves its rows when it drafts.
         assert (contract.ROWS in shapes[contract.VERIFY]) is (cache is CacheForm.EXTERNAL)
         assert contract.ROWS not in shapes[contract.DRAFT]
@@ -83,11 +105,18 @@ def test_names_are_unique_and_shapes_agree(cache: CacheForm, g: Geometry) -> Non
         given_drafts = next(t for t in specs[giver].outputs if t.name == contract.NEXT_DRAFTS)
         taken_drafts = next(t for t in specs[taker].inputs if t.name == contract.DRAFTS)
         assert given_drafts.shape == taken_drafts.shape == (g.gamma, g.k)
-    assert {t.name: t.shape for t in specs[contract.STEP].outputs}[contract.TOKENS] == (g.tree.emitted,)
+    assert {t.name: t.shape for t in specs[contract.STEP].outputs}[contract.TOKENS] == (
+        g.tree.emitted,
+    )
     assert {t.name: t.shape for t in specs[contract.PREFILL].inputs}[contract.CHUNK] == (g.chunk,)
     if g.short:
-        shapes = {t.name: t.shape for t in (*specs[contract.STEP_SHORT].inputs, *specs[contract.STEP_SHORT].outputs)}
-        assert shapes[contract.DRAFTS] == (g.short, g.k) and shapes[contract.TOKENS] == (g.short + 1,)
+        shapes = {
+            t.name: t.shape
+            for t in (*specs[contract.STEP_SHORT].inputs, *specs[contract.STEP_SHORT].outputs)
+        }
+        assert shapes[contract.DRAFTS] == (g.short, g.k) and shapes[contract.TOKENS] == (
+            g.short + 1,
+        )
         assert shapes[contract.NEXT_DRAFTS] == (g.gamma, g.k)
         assert g.shorter.tree.paths == tuple(path for path in g.tree.paths if len(path) <= g.short)
 
@@ -107,14 +136,21 @@ def test_state_form_keeps_the_cache_in_the_graph(g: Geometry) -> None:
 def test_rows_form_takes_the_past_and_gives_the_new_rows(g: Geometry) -> None:
     new_rows = {contract.STEP: g.tree.emitted, contract.PREFILL: g.chunk, contract.PLAIN: 1}
     new_rows[contract.STEP_SHORT] = g.short + 1
-    expected = [name(layer) for layer in range(g.layers) for name in (contract.past_key, contract.past_value)]
+    expected = [
+        name(layer)
+        for layer in range(g.layers)
+        for name in (contract.past_key, contract.past_value)
+    ]
     for spec in functions(g, CacheForm.EXTERNAL, "float32").values():
         assert spec.states == ()
         past = [t for t in spec.inputs if t.dtype != "int32"]
         assert [t.name for t in past] == expected
         assert {t.shape for t in past} == {(contract.PAST, g.kv_heads * g.head_dim)}
         rows = spec.outputs[-1]
-        assert (rows.name, rows.shape) == (contract.ROWS, (2 * g.layers, new_rows[spec.name], g.row_width))
+        assert (rows.name, rows.shape) == (
+            contract.ROWS,
+            (2 * g.layers, new_rows[spec.name], g.row_width),
+        )
 
 
 def test_integers_stand_first_in_the_signature() -> None:

@@ -13,7 +13,9 @@ from ssdevice.adapters.storage import read_tensors
 from ssdevice.config import read_json
 from ssdevice.errors import InputError, MissingExtraError, ParityError, SSDeviceError, first_line
 
-CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
+CLASSES = [
+    c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__
+]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -29,7 +31,10 @@ def test_a_failed_check_is_not_the_callers_fault() -> None:
 
 def test_missing_extra_says_what_to_install() -> None:
     error = MissingExtraError("coreml", "coremltools")
-    assert str(error) == "coremltools is not installed; install it with: pip install 'ssdevice[coreml]'"
+    assert (
+        str(error)
+        == "coremltools is not installed; install it with: pip install 'ssdevice[coreml]'"
+    )
     assert "pip install 'ssdevice'" in str(MissingExtraError("", "onnxruntime"))
 
 
@@ -47,6 +52,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, read: Callable[[Path], ob
     file = tmp_path / "file"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(
-        InputError, match="file is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'"
+        InputError,
+        match="file is a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'",
     ):
         read(file)

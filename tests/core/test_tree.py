@@ -41,11 +41,17 @@ def test_example_of_the_module_docstring() -> None:
 @given(trees)
 def test_parent_is_the_longest_proper_prefix(tree: Tree) -> None:
     for i, path in enumerate(tree.paths):
-        shorter = [j for j, other in enumerate(tree.paths) if len(other) < len(path) and is_prefix(other, path)]
+        shorter = [
+            j
+            for j, other in enumerate(tree.paths)
+            if len(other) < len(path) and is_prefix(other, path)
+        ]
         expected = max(shorter, key=lambda j: len(tree.paths[j])) if path else i
         assert tree.parents[i] == expected
         assert tree.depths[i] == (tree.depths[expected] + 1 if path else 0)
-        assert tree.parents[i] < i or i == 0  # parents first: one pass over the nodes is enough to verify
+        assert (
+            tree.parents[i] < i or i == 0
+        )  # parents first: one pass over the nodes is enough to verify
 
 
 @given(trees)
@@ -104,9 +110,23 @@ def test_json_round_trip(tree: Tree) -> None:
 
 def test_named_shapes() -> None:
     assert Tree.parse("chain:3").paths == ((), (0,), (0, 0), (0, 0, 0))
-    assert Tree.parse(" full:k=2,depth=2 ").paths == ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
+    assert Tree.parse(" full:k=2,depth=2 ").paths == (
+        (),
+        (0,),
+        (1,),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    )
     assert Tree.parse("full:depth=1,k=3") == Tree.full(3, 1)
-    assert Tree.root_only().paths == ((),) == Tree.chain(0).paths == Tree.full(5, 0).paths == Tree.parse("[]").paths
+    assert (
+        Tree.root_only().paths
+        == ((),)
+        == Tree.chain(0).paths
+        == Tree.full(5, 0).paths
+        == Tree.parse("[]").paths
+    )
     assert Tree.full(1, 4) == Tree.chain(4)
     assert Tree.chain(MAX_NODES - 1).size == MAX_NODES
 
@@ -114,11 +134,45 @@ def test_named_shapes() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        *("", "chain", "chain:", "chain:0", "chain:-1", "chain:x", "chain:1.5", "chain:1_0", "chain:4 4"),
-        *("full:", "full:k=2", "full:k=2,k=2,depth=1", "full:k=2,depth=1,x=1", "full:k,depth", "full:k=0,depth=1"),
+        *(
+            "",
+            "chain",
+            "chain:",
+            "chain:0",
+            "chain:-1",
+            "chain:x",
+            "chain:1.5",
+            "chain:1_0",
+            "chain:4 4",
+        ),
+        *(
+            "full:",
+            "full:k=2",
+            "full:k=2,k=2,depth=1",
+            "full:k=2,depth=1,x=1",
+            "full:k,depth",
+            "full:k=0,depth=1",
+        ),
         *("chain:256", "full:k=2,depth=8", "full:k=300,depth=1"),
-        *("chain:" + "9" * 12, "chain:" + "9" * 5000, "full:k=1,depth=" + "9" * 9, "full:k=9,depth=" + "9" * 9),
-        *("[", "[[0]", "{}", "[0]", "[[0.0]]", "[[true]]", '[["0"]]', "[[-1]]", "[[0,0]]", "[null]", "[" * 100_000),
+        *(
+            "chain:" + "9" * 12,
+            "chain:" + "9" * 5000,
+            "full:k=1,depth=" + "9" * 9,
+            "full:k=9,depth=" + "9" * 9,
+        ),
+        *(
+            "[",
+            "[[0]",
+            "{}",
+            "[0]",
+            "[[0.0]]",
+            "[[true]]",
+            '[["0"]]',
+            "[[-1]]",
+            "[[0,0]]",
+            "[null]",
+            "[" * 100_000,
+        ),
         *("[[" + "1" * 5000 + "]]", json.dumps([[i] for i in range(MAX_NODES)])),
         *("no/such/file", "x" * 100_000, "nul\0byte", "."),
     ],
@@ -190,13 +244,20 @@ SUBTREES: dict[int, list[frozenset[Ranks]]] = {
 
 
 @given(st.dictionaries(st.sampled_from(SMALL), st.integers(0, 9), max_size=6), st.integers(1, 5))
-def test_from_counts_accepts_as_much_as_the_best_of_all_trees(observed: dict[Ranks, int], size: int) -> None:
+def test_from_counts_accepts_as_much_as_the_best_of_all_trees(
+    observed: dict[Ranks, int], size: int
+) -> None:
     tree = Tree.from_counts(observed, size)
     assert tree.size <= size
-    best = max(accepted(paths, observed) for smaller in range(1, size + 1) for paths in SUBTREES[smaller])
+    best = max(
+        accepted(paths, observed) for smaller in range(1, size + 1) for paths in SUBTREES[smaller]
+    )
     assert accepted(frozenset(tree.paths), observed) == best
     # No node that nothing was observed at.
-    assert all(any(times and is_prefix(path, seen) for seen, times in observed.items()) for path in tree.paths[1:])
+    assert all(
+        any(times and is_prefix(path, seen) for seen, times in observed.items())
+        for path in tree.paths[1:]
+    )
 
 
 @given(st.dictionaries(ranks, st.integers(0, 100), max_size=10))
@@ -220,6 +281,7 @@ def test_from_counts_refuses(build: Callable[[], Tree]) -> None:
 
 
 def test_trees_are_values() -> None:
-    a, b = Tree.chain(2), Tree.of([(0, 0), (0,)])
+    a = Tree.chain(2)
+    b = Tree.of([(0, 0), (0,)])
     assert a == b and hash(a) == hash(b) and a != Tree.chain(3)
     assert a.parents is a.parents  # computed once

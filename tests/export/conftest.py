@@ -29,7 +29,9 @@ def lossless(base: Path) -> Path:
 @pytest.fixture(scope="session")
 def with_lora(base: Path) -> Path:
     """Shared streams with a LoRA on every linear."""
-    return made_once("export/with-lora", lambda out: write_lora(write_adapter(out, base), base, rank=6))
+    return made_once(
+        "export/with-lora", lambda out: write_lora(write_adapter(out, base), base, rank=6)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -46,5 +48,10 @@ def plain_lora(base: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def waiting(base: Path) -> Path:
-    """Streams that see the token just chosen, with f; g has enough weights to be quantized, if it could be."""
-    return made_once("export/waiting", lambda out: write_adapter(out, base, Mode.LOSSLESS, token_rank=65, init_rank=4))
+    """Streams that see the token just chosen, with f; g has enough weights to be quantized, if it
+    could be.
+    """
+    return made_once(
+        "export/waiting",
+        lambda out: write_adapter(out, base, Mode.LOSSLESS, token_rank=65, init_rank=4),
+    )

@@ -1,8 +1,9 @@
-"""Deep models of little width with outlier channels, and torch artifacts of them in which faults can be planted.
+"""Deep models of little width with outlier channels, and torch artifacts of them in which faults
+can be planted.
 
-An artifact computes what the reference computes with another rounding: sums in float64 for the float32 forms, every
-module's result in half precision for ``fp16``. It is a Driver and shows its products, as a real target does, in a
-second where converting a deep model takes minutes.
+An artifact computes what the reference computes with another rounding: sums in float64 for the
+float32 forms, every module's result in half precision for ``fp16``. It is a Driver and shows its
+products, as a real target does, in a second where converting a deep model takes minutes.
 """
 
 from __future__ import annotations
@@ -43,18 +44,28 @@ from ssdevice.tree import Tree
 from tests.model.tiny import MODELS, SEEDS, randomise, tiny_config
 
 TREE = Tree.of([[0], [1], [0, 0]])
-VOCAB, WIDTH, CONTEXT, CHUNK_SIZE = 150, 128, 64, 16
+VOCAB = 150
+WIDTH = 128
+CONTEXT = 64
+CHUNK_SIZE = 16
 OUTLIERS = (5, 40, 97)
 """Channels that stand out in every norm, as a few do in real models."""
 
 
 def deep_model(name: str, layers: int, mode: Mode = Mode.LOSSLESS) -> StreamModel:
-    """A random model of a family with ``layers`` layers, two of them MSA layers; outliers in some channels."""
+    """A random model of a family with ``layers`` layers, two of them MSA layers; outliers in some
+    channels.
+    """
     from transformers import AutoModelForCausalLM
 
     model_type, values = MODELS[name]
     kinds = values.get("layer_types")
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 160, "num_hidden_layers": layers}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": 160,
+        "num_hidden_layers": layers,
+    }
     if kinds:
         sizes["layer_types"] = (kinds * layers)[:layers]
     config = tiny_config(model_type, **{**values, **sizes})
@@ -80,18 +91,27 @@ def job_of(model: StreamModel, schedule: Schedule = Schedule.DEFERRED) -> Export
     """What the gate reads of an export."""
     backbone = model.backbone
     geometry = Geometry(
-        layers=backbone.num_layers, kv_heads=backbone.kv_heads, head_dim=backbone.head_dim, vocab=VOCAB,
-        gamma=TREE.depth, k=TREE.width, tree=TREE, context=CONTEXT, chunk=CHUNK_SIZE,
-    )  # fmt: skip
+        layers=backbone.num_layers,
+        kv_heads=backbone.kv_heads,
+        head_dim=backbone.head_dim,
+        vocab=VOCAB,
+        gamma=TREE.depth,
+        k=TREE.width,
+        tree=TREE,
+        context=CONTEXT,
+        chunk=CHUNK_SIZE,
+    )
     plan = SimpleNamespace(geometry=geometry, schedule=schedule, function_names=FUNCTIONS)
     loaded = SimpleNamespace(model=model)
     return ExportJob(cast(ExportPlan, plan), cast(LoadedModel, loaded), lambda *_: None)
 
 
 class Artifact:
-    """A copy of a job's model as an artifact: ``parity.reference.Driver`` and ``parity.products.Shown``.
+    """A copy of a job's model as an artifact: ``parity.reference.Driver`` and
+    ``parity.products.Shown``.
 
-    ``model`` is there to be damaged. ``spoil``: changes what a call gives, ``(function, outputs) -> None``.
+    ``model`` is there to be damaged. ``spoil``: changes what a call gives, ``(function, outputs) ->
+    None``.
     """
 
     slotted = False
@@ -105,7 +125,9 @@ class Artifact:
             elif isinstance(part, nn.Linear):
                 part.forward = MethodType(_in_float64, part)  # type: ignore[method-assign]
         self.geometry = job.plan.geometry
-        self.inner = TorchDriver(ExportJob(job.plan, cast(LoadedModel, SimpleNamespace(model=self.model)), job.report))
+        self.inner = TorchDriver(
+            ExportJob(job.plan, cast(LoadedModel, SimpleNamespace(model=self.model)), job.report)
+        )
         self.names = followed(self.model, False, job.plan.schedule)
         self.spoil: Callable[[str, dict[str, Array]], None] = lambda *_: None
 
@@ -122,7 +144,9 @@ class Artifact:
         hooks = []
         for module, names in self.names.items():
             before, after = _seeing(seen, names[0])
-            hooks.append(module.register_forward_pre_hook(before, prepend=True))  # before inputs are quantized
+            hooks.append(
+                module.register_forward_pre_hook(before, prepend=True)
+            )  # before inputs are quantized
             hooks.append(module.register_forward_hook(after))
         self._write(0, past)
         try:
@@ -152,10 +176,14 @@ class Artifact:
         return self.inner.rows(start, end)
 
     def _write(self, at: int, rows: Array) -> None:
-        """``[2 * layers, n, width]`` into the cache ``[layers, 2, 1, kv_heads, capacity, head_dim]``."""
+        """``[2 * layers, n, width]`` into the cache ``[layers, 2, 1, kv_heads, capacity,
+        head_dim]``.
+        """
         g = self.geometry
         heads = rows.reshape(g.layers, 2, -1, g.kv_heads, g.head_dim).swapaxes(2, 3)
-        self.inner.cache.rows[:, :, 0, :, at : at + rows.shape[1]] = torch.from_numpy(heads.astype(np.float32))
+        self.inner.cache.rows[:, :, 0, :, at : at + rows.shape[1]] = torch.from_numpy(
+            heads.astype(np.float32)
+        )
 
     def _run(self, function: str, integers: Mapping[str, Array], length: int) -> dict[str, Array]:
         if function == PREFILL:
@@ -165,7 +193,9 @@ class Artifact:
         elif function == STEP:
             step = self.inner.step(int(integers[ROOT][0]), integers[DRAFTS].tolist(), length)
             count = len(step.tokens)
-            tokens = np.zeros(self.geometry.tree.emitted, np.int32)  # of which those behind the count are anything
+            tokens = np.zeros(
+                self.geometry.tree.emitted, np.int32
+            )  # of which those behind the count are anything
             tokens[:count] = step.tokens
             out = {TOKENS: tokens, COUNT: np.array([count]), NEXT_DRAFTS: np.array(step.drafts)}
         else:

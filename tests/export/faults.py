@@ -1,4 +1,6 @@
-"""Faults of exports, each in a single layer of a deep artifact; ``(artifact, layer) -> None`` plants one."""
+"""Faults of exports, each in a single layer of a deep artifact; ``(artifact, layer) -> None``
+plants one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def linear(artifact: Artifact, layer: int, path: str) -> nn.Linear:
 def change_inputs(artifact: Artifact, layer: int, **changes: Callable[[Any], Any]) -> None:
     """Give a layer other keyword arguments than the model does."""
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, **{name: change(kwargs[name]) for name, change in changes.items()}}
 
     artifact.model.backbone.layers[layer].register_forward_pre_hook(before, with_kwargs=True)
@@ -50,7 +54,8 @@ def one_column_off_by_2_percent(artifact: Artifact, layer: int) -> None:
 @fault
 def two_swapped_layers(artifact: Artifact, layer: int) -> None:
     layers = artifact.model.backbone.layers
-    mine, other = layers[layer], layers[layer + 1]
+    mine = layers[layer]
+    other = layers[layer + 1]
     for one, two in zip(mine.parameters(), other.parameters(), strict=True):
         one.data, two.data = two.data, one.data
 
@@ -58,12 +63,16 @@ def two_swapped_layers(artifact: Artifact, layer: int) -> None:
 @fault
 def a_stale_norm(artifact: Artifact, layer: int) -> None:
     layers = artifact.model.backbone.layers
-    layers[layer].post_attention_layernorm.weight.data = layers[layer - 1].post_attention_layernorm.weight.data
+    layers[layer].post_attention_layernorm.weight.data = layers[
+        layer - 1
+    ].post_attention_layernorm.weight.data
 
 
 @fault
 def rope_off_by_one(artifact: Artifact, layer: int) -> None:
-    ((one_cos, one_sin),) = artifact.model.backbone.rope(torch.ones(1, 1, dtype=torch.int32)).tables.values()
+    ((one_cos, one_sin),) = artifact.model.backbone.rope(
+        torch.ones(1, 1, dtype=torch.int32)
+    ).tables.values()
 
     def turned(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         cos, sin = rope
@@ -87,7 +96,9 @@ def mask_off_by_one(artifact: Artifact, layer: int) -> None:
 @fault
 def rows_see_the_next_one(artifact: Artifact, layer: int) -> None:
     def leaking(mask: Tensor) -> Tensor:
-        return torch.cat([mask[..., 1:, :], mask[..., -1:, :]], dim=-2) if mask.shape[-2] > 1 else mask
+        return (
+            torch.cat([mask[..., 1:, :], mask[..., -1:, :]], dim=-2) if mask.shape[-2] > 1 else mask
+        )
 
     change_inputs(artifact, layer, attention_mask=leaking)
 
@@ -111,8 +122,10 @@ def saturating_products(artifact: Artifact, layer: int) -> None:
 
     def saturated(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         x = inputs[0].reshape(-1, part.in_features)
-        rows, columns = x.abs().amax(-1, keepdim=True) / 127, part.weight.abs().amax(-1) / 127
-        codes, weights = torch.round(x / rows) + 128, torch.round(part.weight / columns[:, None])
+        rows = x.abs().amax(-1, keepdim=True) / 127
+        columns = part.weight.abs().amax(-1) / 127
+        codes = torch.round(x / rows) + 128
+        weights = torch.round(part.weight / columns[:, None])
         pairs = codes.reshape(len(x), 1, -1, 2) * weights.reshape(1, len(weights), -1, 2)
         sums = pairs.sum(-1).clamp(-32768, 32767).sum(-1) - 128 * weights.sum(-1)
         return (sums * rows * columns).reshape(output.shape)
@@ -167,7 +180,9 @@ def a_stream_identifier_swapped(artifact: Artifact, _: int) -> None:
 
 @fault
 def a_stale_last_norm(artifact: Artifact, _: int) -> None:
-    artifact.model.backbone.norm.weight.data *= 1 + 0.05 * torch.randn(artifact.model.backbone.norm.weight.shape)
+    artifact.model.backbone.norm.weight.data *= 1 + 0.05 * torch.randn(
+        artifact.model.backbone.norm.weight.shape
+    )
 
 
 @fault

@@ -1,4 +1,6 @@
-"""Tiny random models as Hugging Face folders with a tokenizer, and adapters for them, made in a second."""
+"""Tiny random models as Hugging Face folders with a tokenizer, and adapters for them, made in a
+second.
+"""
 
 from __future__ import annotations
 
@@ -30,29 +32,48 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens(words[:4])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "pad_token": "<pad>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<end>", "pad_token": "<pad>"})
+    )
 
 
 def write_base(folder: Path, **values: object) -> Path:
-    """A llama of three layers; its query, output and MLP weights are large enough to be quantized, keys' are not."""
+    """A llama of three layers; its query, output and MLP weights are large enough to be quantized,
+    keys' are not.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     write_tokenizer(folder)
     torch.manual_seed(0)
     sizes: dict[str, object] = {
-        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 1,
-        "pad_token_id": 0, "initializer_range": 0.15, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": True,
+    }
     hf = LlamaForCausalLM(LlamaConfig(**{**sizes, **values}))  # type: ignore[arg-type]
     with torch.no_grad():
-        hf.model.embed_tokens.weight[0] = 0  # a padded row is all zeros, which quantization must survive
+        hf.model.embed_tokens.weight[0] = (
+            0  # a padded row is all zeros, which quantization must survive
+        )
     hf.save_pretrained(folder)
     return folder
 
 
 def write_adapter(
-    folder: Path, base: Path, mode: Mode = Mode.SHARED, gamma: int = 3, msa_layers: int = 2, **options: int
+    folder: Path,
+    base: Path,
+    mode: Mode = Mode.SHARED,
+    gamma: int = 3,
+    msa_layers: int = 2,
+    **options: int,
 ) -> Path:
     """Streams with random identifiers and terms that do something; ``options``: of StreamConfig."""
     torch.manual_seed(1)
@@ -63,12 +84,18 @@ def write_adapter(
     for name, value in model.streams.named_parameters():
         if name.endswith("up.weight") or (name.startswith("own.") and value.dim() > 1):
             torch.nn.init.normal_(value, std=0.1)
-    write_streams(folder, model.streams, AdapterSettings("app", config, BaseIdentity.of(base, hf.config), "Do it."))
+    write_streams(
+        folder,
+        model.streams,
+        AdapterSettings("app", config, BaseIdentity.of(base, hf.config), "Do it."),
+    )
     return folder
 
 
 def write_own_tokenizer(adapter: Path, base: Path, template: str = TEMPLATE) -> Path:
-    """Put the base's tokenizer into an adapter's folder, as trainers do, with another chat template."""
+    """Put the base's tokenizer into an adapter's folder, as trainers do, with another chat
+    template.
+    """
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (adapter / name).write_bytes((base / name).read_bytes())
     (adapter / "chat_template.jinja").write_text(template)

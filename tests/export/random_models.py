@@ -1,7 +1,9 @@
-"""Right random models, none of which an INT4 export may refuse; ``python -m tests.export.random_models --count 200``.
+"""Right random models, none of which an INT4 export may refuse; ``python -m
+tests.export.random_models --count 200``.
 
-Their norms are ones, so that rows of layer 0 are codes of the embedding: many of these are exactly between two levels
-of INT4's inputs, and whatever rounds them otherwise than the reference is right as well.
+Their norms are ones, so that rows of layer 0 are codes of the embedding: many of these are exactly
+between two levels of INT4's inputs, and whatever rounds them otherwise than the reference is right
+as well.
 """
 
 from __future__ import annotations
@@ -18,9 +20,15 @@ from ssdevice.runtime.onnx import kernels
 from tests.export.models import write_tokenizer
 
 SHAPES = (
-    ("llama", 256, 3, 32), ("qwen3", 256, 3, 32), ("llama", 512, 2, 32), ("qwen3", 512, 2, 16), ("mistral", 384, 2, 8),
-    ("qwen2", 320, 2, 64), ("granite", 256, 2, 16), ("llama", 1024, 1, 8),
-)  # fmt: skip
+    ("llama", 256, 3, 32),
+    ("qwen3", 256, 3, 32),
+    ("llama", 512, 2, 32),
+    ("qwen3", 512, 2, 16),
+    ("mistral", 384, 2, 8),
+    ("qwen2", 320, 2, 64),
+    ("granite", 256, 2, 16),
+    ("llama", 1024, 1, 8),
+)
 """Model type, hidden size, layers, and tokens of a prefill call."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -33,11 +41,20 @@ def write(folder: Path, seed: int) -> str:
     dtype = DTYPES[seed % len(DTYPES)]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        model_type, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, head_dim=32, vocab_size=2048,
-        max_position_embeddings=1024, tie_word_embeddings=seed % 2 == 0, bos_token_id=None, eos_token_id=1,
+        model_type,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        vocab_size=2048,
+        max_position_embeddings=1024,
+        tie_word_embeddings=seed % 2 == 0,
+        bos_token_id=None,
+        eos_token_id=1,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
     return f"{model_type}, {layers} layers of {hidden}, {dtype}, seed {seed}"
@@ -45,14 +62,35 @@ def write(folder: Path, seed: int) -> str:
 
 def export(model: Path, seed: int) -> int:
     """The exit code of its INT4 export."""
-    options = ["--context", "256", "--chunk", str(SHAPES[seed % len(SHAPES)][3]), "--overwrite", "--quiet"]
+    options = [
+        "--context",
+        "256",
+        "--chunk",
+        str(SHAPES[seed % len(SHAPES)][3]),
+        "--overwrite",
+        "--quiet",
+    ]
     out = str(model.with_suffix(".bundle"))
-    return main(["export", "--model", str(model), "--target", "onnx", "--quant", "int4", "--out", out, *options])
+    return main(
+        [
+            "export",
+            "--model",
+            str(model),
+            "--target",
+            "onnx",
+            "--quant",
+            "int4",
+            "--out",
+            out,
+            *options,
+        ]
+    )
 
 
 def run(count: int) -> int:
     """Export so many, half of them with the kernels of this machine; how many were refused."""
-    place, compiled = os.environ.get(kernels.FOLDER), kernels.library() is not None
+    place = os.environ.get(kernels.FOLDER)
+    compiled = kernels.library() is not None
     refused = with_kernels = 0
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(count):
@@ -65,7 +103,9 @@ def run(count: int) -> int:
             if export(Path(folder) / "model", seed):
                 refused += 1
                 print(f"refused: {what}", flush=True)
-    print(f"{refused} of {count} models were refused; {with_kernels if compiled else 0} ran with our kernels")
+    print(
+        f"{refused} of {count} models were refused; {with_kernels if compiled else 0} ran with our kernels"
+    )
     return refused
 
 

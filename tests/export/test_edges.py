@@ -19,15 +19,19 @@ from ssdevice.export.plan import Quant
 from tests.export.deep import Artifact, deep_model, job_of
 from tests.export.faults import linear
 
-EDGE, LARGEST = 50, 100
+EDGE = 50
+LARGEST = 100
 """Codes of an embedding: in a block of these EDGE is 63.5 of 127 levels."""
-SOME, EVERY = slice(40), slice(None)
+SOME = slice(40)
+EVERY = slice(None)
 """Tokens: padding, which is half of a chunk, and a quarter of the others; all."""
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def job_at_edges(tokens: slice) -> ExportJob:
-    """A model whose layer 0 reads codes, which are at an edge in a third of the row of each of these tokens."""
+    """A model whose layer 0 reads codes, which are at an edge in a third of the row of each of
+    these tokens.
+    """
     model = deep_model("llama", 3)
     table = model.backbone.embed_tokens.weight.data
     draw = np.random.default_rng(0)
@@ -77,6 +81,9 @@ def test_equal_rows_are_one_sample() -> None:
     theirs = rows.copy()
     theirs[9:, 3] += 0.1
     assert worst_column(rows, theirs)[0] == 3 and worst_column(rows, theirs)[1] > 0.05
-    assert len(distinct(rows)) == 10 and worst_column(rows[distinct(rows)], theirs[distinct(rows)])[1] == 0
+    assert (
+        len(distinct(rows)) == 10
+        and worst_column(rows[distinct(rows)], theirs[distinct(rows)])[1] == 0
+    )
     theirs[:, 3] = rows[:, 3] * 1.02
     assert worst_column(rows[distinct(rows)], theirs[distinct(rows)])[1] > 0.01

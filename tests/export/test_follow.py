@@ -27,10 +27,17 @@ def test_other_ids_are_refused_with_a_draft_vocabulary_too(mine: int) -> None:
 def test_an_outlier_at_a_rounding_edge_is_no_difference() -> None:
     rows = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
     rows[1, 5] = -1329.5  # between two float16
-    right, other = rows.astype(np.float16), rows.astype(np.float16)
-    other[1, 5] = np.nextafter(right[1, 5], np.float16(-np.inf) if right[1, 5] > rows[1, 5] else np.float16(np.inf))
+    right = rows.astype(np.float16)
+    other = rows.astype(np.float16)
+    other[1, 5] = np.nextafter(
+        right[1, 5], np.float16(-np.inf) if right[1, 5] > rows[1, 5] else np.float16(np.inf)
+    )
     assert stored_difference(right, rows) == 0
-    assert difference(other.astype(np.float32), right.astype(np.float32)) > 2e-4 > stored_difference(other, rows)
+    assert (
+        difference(other.astype(np.float32), right.astype(np.float32))
+        > 2e-4
+        > stored_difference(other, rows)
+    )
     other[0, 3] += np.float16(0.01)
     assert stored_difference(other, rows) > 2e-4
     assert stored_difference(rows * np.float32(1.001), rows) > 2e-4

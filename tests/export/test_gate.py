@@ -1,4 +1,6 @@
-"""The parity gate accepts right exports of any depth and refuses every wrong one, a single wrong layer included."""
+"""The parity gate accepts right exports of any depth and refuses every wrong one, a single wrong
+layer included.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ KINDS = {
 
 
 @cache
-def deep_job(name: str = "llama", layers: int = 24, schedule: Schedule = Schedule.DEFERRED) -> ExportJob:
+def deep_job(
+    name: str = "llama", layers: int = 24, schedule: Schedule = Schedule.DEFERRED
+) -> ExportJob:
     return job_of(deep_model(name, layers), schedule)
 
 
@@ -44,13 +48,22 @@ def gated(job: ExportJob, artifact: Artifact, kind: str) -> dict[str, float]:
         return check(job, artifact, jitter, artifact, bounds)
 
 
-SLOW, WIDE = pytest.mark.slow, pytest.mark.wide
+SLOW = pytest.mark.slow
+WIDE = pytest.mark.wide
 
 
 DEEP = [
-    ("llama", 48), ("gemma3_text", 24), ("gemma2", 32), ("olmo2", 24), ("phi3", 32), ("granite", 48), ("cohere2", 24),
-    ("stablelm", 32), ("nemotron", 24), ("opt-before", 24),
-]  # fmt: skip
+    ("llama", 48),
+    ("gemma3_text", 24),
+    ("gemma2", 32),
+    ("olmo2", 24),
+    ("phi3", 32),
+    ("granite", 48),
+    ("cohere2", 24),
+    ("stablelm", 32),
+    ("nemotron", 24),
+    ("opt-before", 24),
+]
 QUICK = [
     *(
         pytest.param(*each, marks=WIDE)
@@ -80,16 +93,26 @@ PLACES = {
 }
 
 
-HALF = pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="within what 11 bits make of this layer")
+HALF = pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="within what 11 bits make of this layer"
+)
 ROUNDED_AWAY = {"attention-scaled-by-2-percent", "a-missing-residual"}
 """Faults of 2 percent that change a row by less than rounding every operation to float16 may."""
 
 
 OFTEN = {
-    "a-scale-off-by-2-percent", "a-missing-residual", "mask-off-by-one", "candidates-in-another-order",
-    "a-stale-last-norm", "keys-and-values-swapped", "one-token-too-many", "a-stream-identifier-swapped",
-}  # fmt: skip
-"""Of what layers, last norm, candidates and counts do wrong: in `make test`, the rest in `make wide`."""
+    "a-scale-off-by-2-percent",
+    "a-missing-residual",
+    "mask-off-by-one",
+    "candidates-in-another-order",
+    "a-stale-last-norm",
+    "keys-and-values-swapped",
+    "one-token-too-many",
+    "a-stream-identifier-swapped",
+}
+"""Of what layers, last norm, candidates and counts do wrong: in `make test`, the rest in `make
+wide`.
+"""
 
 
 def marks(kind: str, fault: str) -> list[pytest.MarkDecorator]:
@@ -99,7 +122,11 @@ def marks(kind: str, fault: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize(
     ("kind", "fault"),
-    [pytest.param(kind, name, marks=marks(kind, name)) for kind in ("fp32", "fp16", "int8") for name in FAULTS],
+    [
+        pytest.param(kind, name, marks=marks(kind, name))
+        for kind in ("fp32", "fp16", "int8")
+        for name in FAULTS
+    ],
 )
 def test_a_fault_in_one_layer_is_refused(fault: str, kind: str) -> None:
     job = deep_job()
@@ -117,18 +144,35 @@ def test_a_fault_in_one_layer_is_refused(fault: str, kind: str) -> None:
 
 UNSEEN = {
     "fp32": {
-        "one-column-off-by-2-percent", "attention-scaled-by-2-percent", "an-adapters-scaling-twice",
+        "one-column-off-by-2-percent",
+        "attention-scaled-by-2-percent",
+        "an-adapters-scaling-twice",
         "a-stream-identifier-swapped",
     },
     "int8": {
-        "a-scale-off-by-2-percent", "one-column-off-by-2-percent", "attention-scaled-by-2-percent",
-        "a-missing-residual", "an-adapters-scaling-twice", "a-stream-identifier-swapped", "a-stale-norm",
-        "mask-off-by-one", "rows-see-the-next-one", "a-wrong-zero-point", "saturating-products",
-        "a-transposed-square-matrix", "another-activation", "a-stale-last-norm", "candidates-in-another-order",
+        "a-scale-off-by-2-percent",
+        "one-column-off-by-2-percent",
+        "attention-scaled-by-2-percent",
+        "a-missing-residual",
+        "an-adapters-scaling-twice",
+        "a-stream-identifier-swapped",
+        "a-stale-norm",
+        "mask-off-by-one",
+        "rows-see-the-next-one",
+        "a-wrong-zero-point",
+        "saturating-products",
+        "a-transposed-square-matrix",
+        "another-activation",
+        "a-stale-last-norm",
+        "candidates-in-another-order",
     },
-}  # fmt: skip
-"""Smaller, in the results of this model, than what its rounding has grown to: only products show these."""
-HIDDEN = pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="within the spread of right results")
+}
+"""Smaller, in the results of this model, than what its rounding has grown to: only products show
+these.
+"""
+HIDDEN = pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="within the spread of right results"
+)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +197,9 @@ def test_results_alone_show_what_is_larger_than_rounding(fault: str, kind: str) 
             compare(job, artifact, jitter)
 
 
-def test_a_further_draw_runs_the_reference_once_beside_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_draw_runs_the_reference_once_beside_its_twin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[float] = []
 
     class Counted(TorchDriver):

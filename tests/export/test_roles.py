@@ -23,14 +23,18 @@ CONFIG = StreamConfig(mode=Mode.LOSSLESS, gamma=2, msa_layers=1, adapter_rank=3,
 
 
 def form_of(model: StreamModel) -> nn.Module:
-    heads, dim, tree = model.backbone.kv_heads, model.backbone.head_dim, Tree.chain(model.gamma)
+    heads = model.backbone.kv_heads
+    dim = model.backbone.head_dim
+    tree = Tree.chain(model.gamma)
     geometry = Geometry(LAYERS, heads, dim, VOCAB, model.gamma, 2, tree, 32, 8)
     name = STEP if model.gamma else PLAIN
     return ExternalCacheForm(name, function_module(name, model, geometry, Schedule.DEFERRED), heads)
 
 
 @pytest.mark.parametrize("view", [lambda model: model, exportable])
-def test_what_is_stored_in_another_way_has_its_role(view: Callable[[StreamModel], StreamModel]) -> None:
+def test_what_is_stored_in_another_way_has_its_role(
+    view: Callable[[StreamModel], StreamModel],
+) -> None:
     model = build(tiny_model("llama"), CONFIG, 32)
     model.backbone.lm_head.weight = nn.Parameter(model.backbone.lm_head.weight.detach().clone())
     form = form_of(view(model))
@@ -39,7 +43,8 @@ def test_what_is_stored_in_another_way_has_its_role(view: Callable[[StreamModel]
     assert f"{layers}.2.self_attn.q_proj.base.weight" not in roles
     assert roles["module.model.backbone.lm_head.weight"] == Role(Part.HEAD)
     assert roles["module.model.backbone.embed_tokens.weight"] == Role(Part.EMBEDDING)
-    # A stream adapter is found in the layers and in the streams; its name in the adapter folder is one.
+    # A stream adapter is found in the layers and in the streams; its name in the adapter folder is
+    # one.
     down = Role(Part.FACTOR, SlotKind.STREAM, "adapters.2-self_attn-q_proj")
     assert roles[f"{layers}.2.self_attn.q_proj.adapter.down.weight"] == down
     assert roles["module.model.streams.adapters.2-self_attn-q_proj.down.weight"] == down
@@ -68,13 +73,16 @@ def test_a_model_under_other_operators_has_the_weights_and_leaves_the_classes() 
     attention = type(model.backbone.layers[0].self_attn)
     before = attention.forward, attention.forward.__globals__["apply_rotary_pos_emb"]
     view = exportable(model)
-    assert [name for name, _ in view.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in view.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
     assert all(a is b for a, b in zip(view.parameters(), model.parameters(), strict=True))
     assert all(a is b for a, b in zip(view.buffers(), model.buffers(), strict=True))
     assert (attention.forward, attention.forward.__globals__["apply_rotary_pos_emb"]) == before
     assert "forward" in vars(view.backbone.layers[0].self_attn)
     assert "forward" not in vars(model.backbone.layers[0].self_attn)
-    tokens, at = torch.arange(4)[None], torch.arange(4, dtype=torch.int32)[None]
+    tokens = torch.arange(4)[None]
+    at = torch.arange(4, dtype=torch.int32)[None]
     masks = {None: torch.zeros(1, 1, 4, 4)}
     none: list[list] = [[], [], []]
     results = []

@@ -43,7 +43,9 @@ def test_the_largest_of_several_draws_is_what_right_results_may_differ_by() -> N
     assert spread.fault(FLOAT_JITTER) is None
 
 
-@pytest.mark.parametrize(("sizes", "draws"), [([6e-4], 1), ([1e-4, 1e-4, 6e-4], 3), ([1e-4] * 5, 5)])
+@pytest.mark.parametrize(
+    ("sizes", "draws"), [([6e-4], 1), ([1e-4, 1e-4, 6e-4], 3), ([1e-4] * 5, 5)]
+)
 def test_more_draws_are_made_only_while_an_artifact_looks_wrong(
     monkeypatch: pytest.MonkeyPatch, sizes: list[float], draws: int
 ) -> None:

@@ -1,4 +1,6 @@
-"""A step in two calls with the cache as state, run in torch: what it commits and drafts is what a step does."""
+"""A step in two calls with the cache as state, run in torch: what it commits and drafts is what a
+step does.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,16 @@ from tests.model.tiny import VOCAB, tiny_model
 from tests.runtime.sampling.promise import SAMPLERS, check_forced_drafts
 
 TREE = Tree.of([[0], [1], [1, 0], [1, 1], [1, 0, 0]])
-CONTEXT, CHUNK = 40, 3
+CONTEXT = 40
+CHUNK = 3
 
 
 class TorchEngine(Engine):
     """The functions of the contract in torch, over one state."""
 
-    def __init__(self, name: str, config: StreamConfig, stacked: bool, schedule: Schedule = Schedule.DEFERRED) -> None:
+    def __init__(
+        self, name: str, config: StreamConfig, stacked: bool, schedule: Schedule = Schedule.DEFERRED
+    ) -> None:
         hf = tiny_model(name)
         model = build(hf, config, CONTEXT, TREE.depth).eval()
         torch.manual_seed(0)
@@ -51,14 +56,24 @@ class TorchEngine(Engine):
                 value.copy_(torch.randn_like(value) * 0.3)
         backbone = model.backbone
         g = Geometry(
-            len(backbone.layers), backbone.kv_heads, backbone.head_dim, VOCAB, TREE.depth, TREE.width, TREE, CONTEXT,
-            CHUNK, hf.config.hidden_size,
-        )  # fmt: skip
+            len(backbone.layers),
+            backbone.kv_heads,
+            backbone.head_dim,
+            VOCAB,
+            TREE.depth,
+            TREE.width,
+            TREE,
+            CONTEXT,
+            CHUNK,
+            hf.config.hidden_size,
+        )
         super().__init__(g, frozenset(FUNCTIONS + CHOOSING), Path("torch"))
         self.stacked = stacked
         self.specs = functions(g, CacheForm.INTERNAL, "float32")
         self.forms = {
-            function: InternalCacheForm(function, function_module(function, model, g, schedule), g, stacked=stacked)
+            function: InternalCacheForm(
+                function, function_module(function, model, g, schedule), g, stacked=stacked
+            )
             for function in self.specs
         }
 
@@ -76,18 +91,23 @@ class TorchCache(Cache):
         self.state: dict[str, Any] = {}
 
     def call(self, function: str, length: int) -> Outputs:
-        form, spec = self.engine.forms[function], self.engine.specs[function]
+        form = self.engine.forms[function]
+        spec = self.engine.specs[function]
         for name in (KEYS, VALUES):
             setattr(form, name, self.state.setdefault(name, getattr(form, name)))
         given = [torch.from_numpy(self.inputs[tensor.name]).clone() for tensor in spec.inputs]
         with torch.no_grad():
             out = form(*given)
         assert [tuple(tensor.shape) for tensor in out] == [tensor.shape for tensor in spec.outputs]
-        return {tensor.name: value.numpy().copy() for tensor, value in zip(spec.outputs, out, strict=True)}
+        return {
+            tensor.name: value.numpy().copy()
+            for tensor, value in zip(spec.outputs, out, strict=True)
+        }
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
         held = [
-            torch.stack([self.state[name][i] for i in range(self.engine.geometry.layers)]) for name in (KEYS, VALUES)
+            torch.stack([self.state[name][i] for i in range(self.engine.geometry.layers)])
+            for name in (KEYS, VALUES)
         ]
         return rows_of_state(*(part.numpy() for part in held), start, end)
 
@@ -95,8 +115,14 @@ class TorchCache(Cache):
 SHARED = StreamConfig(gamma=3, msa_layers=1)
 CONFIGS = {
     "shared-stacked": (SHARED, True),
-    "lossless-by layer": (StreamConfig(Mode.LOSSLESS, gamma=3, msa_layers=1, adapter_rank=4, token_rank=2), False),
-    "draft layers": (StreamConfig(Mode.LOSSLESS, gamma=3, msa_layers=0, adapter_rank=0, draft_layers=1), True),
+    "lossless-by layer": (
+        StreamConfig(Mode.LOSSLESS, gamma=3, msa_layers=1, adapter_rank=4, token_rank=2),
+        False,
+    ),
+    "draft layers": (
+        StreamConfig(Mode.LOSSLESS, gamma=3, msa_layers=0, adapter_rank=0, draft_layers=1),
+        True,
+    ),
 }
 
 
@@ -106,7 +132,9 @@ def engine(request: pytest.FixtureRequest) -> TorchEngine:
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS[2:4], ids=["top-p", "min-p and a penalty"])
-def test_forced_drafts_end_at_every_node_and_change_nothing(engine: TorchEngine, sampling: Any) -> None:
+def test_forced_drafts_end_at_every_node_and_change_nothing(
+    engine: TorchEngine, sampling: Any
+) -> None:
     assert check_forced_drafts(engine, sampling, seeds=2) == {1, 2, 3, 4}
 
 
@@ -117,7 +145,9 @@ def test_two_calls_commit_and_draft_as_one(engine: TorchEngine) -> None:
 
 
 @pytest.mark.parametrize("broken", ["rows", "logits"])
-def test_the_gate_notices_a_wrong_half(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_the_gate_notices_a_wrong_half(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
     """Rows that are not moved to the front, or logits of another node."""
     call = TorchCache.call
 
@@ -132,7 +162,12 @@ def test_the_gate_notices_a_wrong_half(engine: TorchEngine, monkeypatch: pytest.
     monkeypatch.setattr(TorchCache, "call", wrong)
     driver = OracleDriver(engine)
     with pytest.raises((AssertionError, ParityError)):
-        check(drive(driver, [7, 21, 3, 44, 9]), driver, row_tolerance=1e-4, perturbation_tolerance=1e-4)
+        check(
+            drive(driver, [7, 21, 3, 44, 9]),
+            driver,
+            row_tolerance=1e-4,
+            perturbation_tolerance=1e-4,
+        )
 
 
 def test_the_cache_holds_the_rows_of_all_nodes() -> None:

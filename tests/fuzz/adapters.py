@@ -1,4 +1,6 @@
-"""Adapter folders changed: settings, PEFT's configuration, headers of safetensors, and weights that are no numbers."""
+"""Adapter folders changed: settings, PEFT's configuration, headers of safetensors, and weights that
+are no numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,26 @@ from typing import Any
 from tests.fuzz import files, json_values
 
 DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I8", "U8", "BOOL", "F8_E5M2", "F4", "X", "")
-FLOATS = {"F32": (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff"), "F16": (b"\x00\x7e", b"\x00\x7c")}
+FLOATS = {
+    "F32": (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff"),
+    "F16": (b"\x00\x7e", b"\x00\x7c"),
+}
 PEFT: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LOHA", "PROMPT_TUNING", "IA3", "XLORA", "NOPE", "", None, "lora", "VERA", "OFT"),
     "r": (0, -1, 1, 3, 10**5, 10**7, 10**9, 2**63, 1.5, "8", None, True),
     "lora_alpha": (0, -1, 10**30, 1e308, None, "x"),
-    "target_modules": ("all-linear", ".*", "(a+)+$",
-        [], ["nope"], ["q_proj"], ["embed_tokens", "lm_head"], None, 7, "("),
+    "target_modules": (
+        "all-linear",
+        ".*",
+        "(a+)+$",
+        [],
+        ["nope"],
+        ["q_proj"],
+        ["embed_tokens", "lm_head"],
+        None,
+        7,
+        "(",
+    ),
     "task_type": ("SEQ_CLS", "NOPE", None, "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"),
     "bias": ("all", "lora_only", "nope", None),
     "use_dora": (True, "x"),
@@ -44,12 +59,14 @@ PEFT: dict[str, tuple[Any, ...]] = {
     "lora_dropout": (0.5, 2.0, -1.0),
     "alora_invocation_tokens": ([1, 2], []),
     "arrow_config": ({},),
-}  # fmt: skip
+}
 
 
 def mutate_adapter(rng: Random, folder: Path) -> tuple[str, bool]:
     """Change an adapter folder; what was done, and whether its weights are finite still."""
-    kind = rng.choices(["settings", "peft", "json", "header", "floats", "contents", "names"], [4, 5, 3, 5, 3, 3, 3])[0]
+    kind = rng.choices(
+        ["settings", "peft", "json", "header", "floats", "contents", "names"], [4, 5, 3, 5, 3, 3, 3]
+    )[0]
     weights = [folder / "streams.safetensors", folder / "adapter_model.safetensors"]
     if kind in ("settings", "json"):
         file = folder / ("streams.json" if kind == "settings" else "adapter_config.json")
@@ -85,7 +102,9 @@ def mutate_header(rng: Random, file: Path) -> str:
     header, body = read_header(file)
     names = [name for name in header if name != "__metadata__"]
     entry = header[rng.choice(names)]
-    kind = rng.choice(["dtype", "shape", "offsets", "drop", "name", "json", "length", "metadata", "transpose"])
+    kind = rng.choice(
+        ["dtype", "shape", "offsets", "drop", "name", "json", "length", "metadata", "transpose"]
+    )
     if kind == "dtype":
         entry["dtype"] = rng.choice(DTYPES)
     elif kind == "shape":
@@ -95,20 +114,36 @@ def mutate_header(rng: Random, file: Path) -> str:
     elif kind == "offsets":
         begin, end = entry["data_offsets"]
         entry["data_offsets"] = rng.choice(
-            [[end, begin], [0, end], [begin, 2**63], [-1, end], [begin, end + 1], [begin], [2**64, 2**65]]
+            [
+                [end, begin],
+                [0, end],
+                [begin, 2**63],
+                [-1, end],
+                [begin, end + 1],
+                [begin],
+                [2**64, 2**65],
+            ]
         )
     elif kind == "drop":
         del header[rng.choice(names)]
     elif kind == "name":
-        header[rng.choice(["x", "", "identifiers\n", "../x", rng.choice(names)])] = header.pop(rng.choice(names))
+        header[rng.choice(["x", "", "identifiers\n", "../x", rng.choice(names)])] = header.pop(
+            rng.choice(names)
+        )
     elif kind == "transpose":
         entry["shape"] = entry["shape"][::-1]
     elif kind == "metadata":
-        header["__metadata__"] = rng.choice([{"format": "tf"}, {}, [], {"format": 1}, {"a": "x" * 10**6}])
+        header["__metadata__"] = rng.choice(
+            [{"format": "tf"}, {}, [], {"format": 1}, {"a": "x" * 10**6}]
+        )
     text = json.dumps(header).encode()
     if kind == "json":
         text, _ = json_values.mutate(rng, header)
-    size = rng.choice([0, 1, len(text) + 1, 2**40, 2**63, 2**64 - 1, 100_000_001]) if kind == "length" else len(text)
+    size = (
+        rng.choice([0, 1, len(text) + 1, 2**40, 2**63, 2**64 - 1, 100_000_001])
+        if kind == "length"
+        else len(text)
+    )
     file.write_bytes(size.to_bytes(8, "little") + text + body)
     return f"header {kind} of {file.name}"
 
@@ -117,7 +152,13 @@ def put_extremes(rng: Random, file: Path) -> str:
     """NaN or an infinity in a weight."""
     header, body = read_header(file)
     data = bytearray(body)
-    name = rng.choice([name for name, entry in header.items() if name != "__metadata__" and entry["dtype"] in FLOATS])
+    name = rng.choice(
+        [
+            name
+            for name, entry in header.items()
+            if name != "__metadata__" and entry["dtype"] in FLOATS
+        ]
+    )
     begin, end = header[name]["data_offsets"]
     word = rng.choice(FLOATS[header[name]["dtype"]])
     at = begin + len(word) * rng.randrange((end - begin) // len(word))

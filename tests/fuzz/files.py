@@ -1,4 +1,6 @@
-"""Folders changed as a disk, a download or an enemy would: bytes, lengths, names, links, things that are no files."""
+"""Folders changed as a disk, a download or an enemy would: bytes, lengths, names, links, things
+that are no files.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,11 @@ def splice(rng: Random, file: Path) -> str:
     data = file.read_bytes()
     a, b = sorted((rng.randint(0, len(data)), rng.randint(0, len(data))))
     b = min(b, a + rng.choice([1, 8, 100, 10_000]))
-    whole = {"remove": data[:a] + data[b:], "repeat": data[:b] + data[a:], "move": data[b:] + data[:b]}
+    whole = {
+        "remove": data[:a] + data[b:],
+        "repeat": data[:b] + data[a:],
+        "move": data[b:] + data[:b],
+    }
     kind = rng.choice(list(whole))
     file.write_bytes(whole[kind])
     return f"{kind} {b - a} of {file.name}"
@@ -76,7 +82,13 @@ def extreme_floats(rng: Random, file: Path) -> str:
     """NaN, infinities and huge numbers in the place of a file's floats."""
     data = bytearray(file.read_bytes())
     word = rng.choice(
-        [b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff", b"\xff\xff\x7f\x7f", b"\x00\x7c\x00\x7c"]
+        [
+            b"\x00\x00\xc0\x7f",
+            b"\x00\x00\x80\x7f",
+            b"\x00\x00\x80\xff",
+            b"\xff\xff\x7f\x7f",
+            b"\x00\x7c\x00\x7c",
+        ]
     )
     start = rng.randrange(max(len(data) // 4, 1)) * 4
     count = rng.choice([1, 64, len(data) // 4])
@@ -89,7 +101,8 @@ def extreme_floats(rng: Random, file: Path) -> str:
 def swap(rng: Random, folder: Path) -> str:
     """Exchange the contents of two files."""
     one, other = rng.sample(listed(folder), 2)
-    first, second = one.read_bytes(), other.read_bytes()
+    first = one.read_bytes()
+    second = other.read_bytes()
     one.write_bytes(second)
     other.write_bytes(first)
     return f"swap {one.name} and {other.name}"
@@ -131,7 +144,9 @@ def replace(rng: Random, folder: Path) -> str:
     file = rng.choice(listed(folder))
     content = file.read_bytes()
     file.unlink()
-    kind = rng.choice(["outside", "absolute", "inside", "dangling", "circle", "folder", "pipe", "proc"])
+    kind = rng.choice(
+        ["outside", "absolute", "inside", "dangling", "circle", "folder", "pipe", "proc"]
+    )
     if kind == "outside":
         (folder.parent / "outside").write_bytes(content)
         file.symlink_to("../outside")

@@ -12,10 +12,32 @@ from onnx import numpy_helper
 
 SIZES = (0, 1, -1, 2, 3, 7, 33, 1 << 16, 1 << 20, 2**31 - 1, 2**31, 2**40, 2**62, -(2**62))
 LOCATIONS = (
-    "../weights.bin", "/etc/passwd", "manifest.json", "nowhere.bin", "", "step.onnx", "../../../../etc/passwd",
-    "weights.bin/", "./weights.bin", "tokenizer.json", "\0", "a" * 5000,
-)  # fmt: skip
-OFFSETS = ("0", "1", "-1", "4096", "135552", "9" * 18, "9" * 40, "x", "", "1e9", "18446744073709551615")
+    "../weights.bin",
+    "/etc/passwd",
+    "manifest.json",
+    "nowhere.bin",
+    "",
+    "step.onnx",
+    "../../../../etc/passwd",
+    "weights.bin/",
+    "./weights.bin",
+    "tokenizer.json",
+    "\0",
+    "a" * 5000,
+)
+OFFSETS = (
+    "0",
+    "1",
+    "-1",
+    "4096",
+    "135552",
+    "9" * 18,
+    "9" * 40,
+    "x",
+    "",
+    "1e9",
+    "18446744073709551615",
+)
 
 
 def mutate_graph(rng: Random, file: Path) -> str:
@@ -46,7 +68,9 @@ def element(rng: Random, model: Any) -> str:
 
 
 def constant(rng: Random, model: Any) -> str:
-    small = [t for t in model.graph.initializer if not t.external_data and t.data_type in (1, 6, 7, 9)]
+    small = [
+        t for t in model.graph.initializer if not t.external_data and t.data_type in (1, 6, 7, 9)
+    ]
     if not small:
         return "none"
     tensor = rng.choice(small)
@@ -58,7 +82,9 @@ def constant(rng: Random, model: Any) -> str:
         extreme: Any = rng.choice([0, 1, -1, 5, 100, 2**31 - 1, -(2**31)])
         if value.dtype.kind == "f":
             extreme = rng.choice([np.nan, np.inf, -np.inf, 0.0, 1e38])
-        value.reshape(-1)[rng.randrange(value.size) if rng.random() < 0.7 else slice(None)] = extreme
+        value.reshape(-1)[rng.randrange(value.size) if rng.random() < 0.7 else slice(None)] = (
+            extreme
+        )
     tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
     return tensor.name
 
@@ -75,7 +101,9 @@ def external(rng: Random, model: Any) -> str:
 def operator(rng: Random, model: Any) -> str:
     node = rng.choice(model.graph.node)
     before = node.op_type
-    node.op_type = rng.choice(["Nothing", "", "Loop", "If", *(other.op_type for other in model.graph.node)])
+    node.op_type = rng.choice(
+        ["Nothing", "", "Loop", "If", *(other.op_type for other in model.graph.node)]
+    )
     if rng.random() < 0.2:
         node.domain = rng.choice(["com.microsoft", "ai.onnx.ml", "x", ""])
     return f"{before} to {node.op_type}"
@@ -97,7 +125,12 @@ def attribute(rng: Random, model: Any) -> str:
 def inputs(rng: Random, model: Any) -> str:
     node = rng.choice([node for node in model.graph.node if node.input])
     at = rng.randrange(len(node.input))
-    names = [*(t.name for t in model.graph.initializer), *(o for n in model.graph.node for o in n.output), "", "none"]
+    names = [
+        *(t.name for t in model.graph.initializer),
+        *(o for n in model.graph.node for o in n.output),
+        "",
+        "none",
+    ]
     kind = rng.choice(["other", "drop", "more"])
     if kind == "other":
         node.input[at] = rng.choice(names)
@@ -153,4 +186,16 @@ def version(rng: Random, model: Any) -> str:
     return "of the operators or the form"
 
 
-CHANGES = (shape, element, constant, constant, external, operator, attribute, inputs, nodes, signature, version)
+CHANGES = (
+    shape,
+    element,
+    constant,
+    constant,
+    external,
+    operator,
+    attribute,
+    inputs,
+    nodes,
+    signature,
+    version,
+)

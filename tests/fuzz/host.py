@@ -1,7 +1,9 @@
-"""Changed bundles for the C++ host, built with sanitizers: ``python -m tests.fuzz.host --seed 1 --count 10000``.
+"""Changed bundles for the C++ host, built with sanitizers: ``python -m tests.fuzz.host --seed 1
+--count 10000``.
 
-Most changes are to the manifest. A case must be refused in one line or decode as before (see ``mutator.Oracle``); a
-report of a sanitizer, another exit code, a hang, or a bundle that Python refuses and the host does not is a bug.
+Most changes are to the manifest. A case must be refused in one line or decode as before (see
+``mutator.Oracle``); a report of a sanitizer, another exit code, a hang, or a bundle that Python
+refuses and the host does not is a bug.
 """
 
 from __future__ import annotations
@@ -26,16 +28,23 @@ from tests.fuzz.mutator import MANIFEST, Oracle
 from tests.fuzz.worker import MAX_LINE, Result
 from tests.runtime.tiny_bundle import tiny_bundle
 
-OF_ONNX_RUNTIME = (("AddressSanitizer: allocator is out of memory", "libonnxruntime"), ("/gcc-toolset-", "Assertion '"))
-"""What ends the process inside ONNX Runtime: a size that it cannot allocate, an error without the sanitizer, and
-assertions of the compiler that its releases are built with, where it infers shapes from sizes near 2**31."""
+OF_ONNX_RUNTIME = (
+    ("AddressSanitizer: allocator is out of memory", "libonnxruntime"),
+    ("/gcc-toolset-", "Assertion '"),
+)
+"""What ends the process inside ONNX Runtime: a size that it cannot allocate, an error without the
+sanitizer, and assertions of the compiler that its releases are built with, where it infers shapes
+from sizes near 2**31.
+"""
 TIMEOUT_S = 300
 """Sanitizers make a manifest of a megabyte take seconds, and other work on the machine takes more."""
 PROMPT = "1 2 3\n"
 
 
 def change(seed: int, index: int, folder: Path) -> tuple[Oracle, str]:
-    """Put case ``index`` at ``folder``, which does not exist; what may come of it, and what was done."""
+    """Put case ``index`` at ``folder``, which does not exist; what may come of it, and what was
+    done.
+    """
     rng = Random(f"{seed}/{index}/host")
     shutil.copytree(tiny_bundle("fp32", choose=samples(index)).folder, folder)
     kind = rng.choices(["manifest", "geometry", "bytes", "folder"], [10, 3, 2, 3])[0]
@@ -73,7 +82,13 @@ def _judge(folder: Path, oracle: Oracle, expected: str, sampled: bool) -> tuple[
         code, said, error = answer(folder, sampled)
     except subprocess.TimeoutExpired:
         return "BUG", f"hang: no answer in {TIMEOUT_S} s"
-    if code == 2 and not said and error.count("\n") == 1 and error.isascii() and len(error) <= MAX_LINE:
+    if (
+        code == 2
+        and not said
+        and error.count("\n") == 1
+        and error.isascii()
+        and len(error) <= MAX_LINE
+    ):
         return "refused", error.strip()
     if any(all(part in error for part in report) for report in OF_ONNX_RUNTIME):
         return "ended by ONNX Runtime", ""
@@ -85,7 +100,11 @@ def _judge(folder: Path, oracle: Oracle, expected: str, sampled: bool) -> tuple[
         return "BUG", f"accepted, where Python says: {problem}"
     if said == expected:
         return "same", ""
-    return ("other", "") if oracle is Oracle.ANY else ("BUG", f"tokens: {said[:300]}, expected {expected}")
+    return (
+        ("other", "")
+        if oracle is Oracle.ANY
+        else ("BUG", f"tokens: {said[:300]}, expected {expected}")
+    )
 
 
 def answer(folder: Path, sampled: bool) -> tuple[int, str, str]:
@@ -93,7 +112,12 @@ def answer(folder: Path, sampled: bool) -> tuple[int, str, str]:
     command = [str(host()), str(folder), "--threads", "1", "--max-tokens", "8", "--no-kernels"]
     command += ["--temperature", "0.9", "--top-p", "0.95"] * sampled
     done = subprocess.run(
-        command, input=PROMPT, capture_output=True, text=True, errors="backslashreplace", timeout=TIMEOUT_S
+        command,
+        input=PROMPT,
+        capture_output=True,
+        text=True,
+        errors="backslashreplace",
+        timeout=TIMEOUT_S,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -105,7 +129,9 @@ def run_cases(seed: int, indices: Iterable[int], workers: int) -> list[Result]:
         code, expected[sampled], error = answer(tiny_bundle("fp32", choose=sampled).folder, sampled)
         assert code == 0, error
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda index: try_case(seed, index, expected[samples(index)]), indices))
+        return list(
+            pool.map(lambda index: try_case(seed, index, expected[samples(index)]), indices)
+        )
 
 
 def main() -> int:

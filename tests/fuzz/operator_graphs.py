@@ -1,4 +1,6 @@
-"""Graphs of one node with an operator of ours, and changes to them: shapes, types, values, attributes, regions."""
+"""Graphs of one node with an operator of ours, and changes to them: shapes, types, values,
+attributes, regions.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,58 @@ from onnx import helper, numpy_helper
 from ssdevice.runtime.onnx import kernels
 
 Array = np.ndarray[Any, np.dtype[Any]]
-F, H, I8, U8, N, J, B = np.float32, np.float16, np.int8, np.uint8, np.int32, np.int64, np.bool_
+F = np.float32
+H = np.float16
+I8 = np.int8
+U8 = np.uint8
+N = np.int32
+J = np.int64
+B = np.bool_
 SIZES = (0, 1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 100)
 LARGE = (1 << 20, 1 << 31, 1 << 40, 1 << 50)
-INTEGERS = (0, 1, -1, 2, 3, 7, 2**31 - 1, -(2**31), 2**32, 2**40, 2**61 + 4, 2**62, 2**62 + 1, 2**63 - 1, -(2**63))
+INTEGERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    2**31 - 1,
+    -(2**31),
+    2**32,
+    2**40,
+    2**61 + 4,
+    2**62,
+    2**62 + 1,
+    2**63 - 1,
+    -(2**63),
+)
 FLOATS = (0.0, -0.0, 1e-40, 1e38, -1e38, float("nan"), float("inf"), float("-inf"))
-NUMBERS = ("0", "1", "2", "3", "4", "5", "6", "9", "-1", "4294967296", "18446744073709551615", "9" * 20, "x", "")
+NUMBERS = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "5",
+    "6",
+    "9",
+    "-1",
+    "4294967296",
+    "18446744073709551615",
+    "9" * 20,
+    "x",
+    "",
+)
 MOST = 1 << 14
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node with what it reads. ``constants``: which inputs are initializers; ``types``: of its outputs."""
+    """A node with what it reads.
+
+    ``constants``: which inputs are initializers; ``types``: of its outputs.
+    """
 
     kind: str
     inputs: tuple[Array | None, ...]
@@ -42,30 +84,49 @@ class Node:
         given = {n: a for n, a in zip(self.names, self.inputs, strict=True) if a is not None}
         stored = {f"i{at}" for at in self.constants}
         outputs = [f"o{at}" for at in range(len(self.types))]
-        node = helper.make_node(self.kind, self.names, outputs, domain=kernels.DOMAIN, **self.attributes)
+        node = helper.make_node(
+            self.kind, self.names, outputs, domain=kernels.DOMAIN, **self.attributes
+        )
         graph = helper.make_graph(
             [node],
             "g",
             [
-                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), None)
+                helper.make_tensor_value_info(
+                    name, helper.np_dtype_to_tensor_dtype(array.dtype), None
+                )
                 for name, array in given.items()
                 if name not in stored
             ],
-            [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(outputs, self.types, strict=True)],
-            [numpy_helper.from_array(array, name) for name, array in given.items() if name in stored],
+            [
+                helper.make_tensor_value_info(name, kind, None)
+                for name, kind in zip(outputs, self.types, strict=True)
+            ],
+            [
+                numpy_helper.from_array(array, name)
+                for name, array in given.items()
+                if name in stored
+            ],
         )
         imports = [helper.make_opsetid("", 23), helper.make_opsetid(kernels.DOMAIN, 1)]
-        content: bytes = helper.make_model(graph, opset_imports=imports, ir_version=11).SerializeToString()
+        content: bytes = helper.make_model(
+            graph, opset_imports=imports, ir_version=11
+        ).SerializeToString()
         return content
 
     def feeds(self) -> dict[str, Array]:
         """The inputs that are no initializers."""
-        return {f"i{at}": a for at, a in enumerate(self.inputs) if a is not None and at not in self.constants}
+        return {
+            f"i{at}": a
+            for at, a in enumerate(self.inputs)
+            if a is not None and at not in self.constants
+        }
 
 
 def drawn(rng: Random, kind: Any, *shape: int) -> Array:
     """Small numbers."""
-    values = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 5, shape) - (2 if kind in (F, H) else 0)
+    values = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 5, shape) - (
+        2 if kind in (F, H) else 0
+    )
     return values.astype(kind)
 
 
@@ -76,11 +137,13 @@ def region(text: str, *inputs: Array, types: tuple[int, ...] = (onnx.TensorProto
 
 def low_rank(rng: Random, x: Array, zero: Array) -> Node:
     """A right call of what an app adds to one to three linears."""
-    ranks, outputs = [rng.choice([0, 3, 8, 17])], [rng.choice([1, 16, 21])]
+    ranks = [rng.choice([0, 3, 8, 17])]
+    outputs = [rng.choice([1, 16, 21])]
     for _ in range(rng.choice([0, 1, 2])):
         ranks.append(rng.choice([0, 3, 8]))
         outputs.append(rng.choice([1, 16, 300]))
-    base, down = drawn(rng, F, *x.shape[:-1], sum(outputs)), drawn(rng, I8, x.shape[-1], sum(ranks))
+    base = drawn(rng, F, *x.shape[:-1], sum(outputs))
+    down = drawn(rng, I8, x.shape[-1], sum(ranks))
     ups = [drawn(rng, F, rank, size) for rank, size in zip(ranks, outputs, strict=True)]
     several = [np.array(ranks, J)] if len(ranks) > 1 else []
     given = (base, x, down, np.full(sum(ranks), 0.5, F), zero, *several, *ups)
@@ -89,13 +152,22 @@ def low_rank(rng: Random, x: Array, zero: Array) -> Node:
 
 def operator(rng: Random) -> Node:
     """A right call of an operator of ours."""
-    rows, inputs, outputs = rng.choice([1, 2, 6, 11]), rng.choice([5, 32, 64, 100]), rng.choice([1, 16, 21, 40])
-    x, zero = drawn(rng, F, 1, rows, inputs), np.array(128, U8)
-    codes, scales = drawn(rng, I8, inputs, outputs), np.full(outputs, 0.5, F)
+    rows = rng.choice([1, 2, 6, 11])
+    inputs = rng.choice([5, 32, 64, 100])
+    outputs = rng.choice([1, 16, 21, 40])
+    x = drawn(rng, F, 1, rows, inputs)
+    zero = np.array(128, U8)
+    codes = drawn(rng, I8, inputs, outputs)
+    scales = np.full(outputs, 0.5, F)
     ids = drawn(rng, N, 2, rows) % outputs
-    dim, heads, past = rng.choice([4, 16, 64]), rng.choice([1, 2]), rng.choice([0, 3, 20])
+    dim = rng.choice([4, 16, 64])
+    heads = rng.choice([1, 2])
+    past = rng.choice([0, 3, 20])
     more = rng.choice([0, 2])
-    cached = (drawn(rng, H, past, heads * dim), *(drawn(rng, F, count, heads * dim) for count in (rows, more)))
+    cached = (
+        drawn(rng, H, past, heads * dim),
+        *(drawn(rng, F, count, heads * dim) for count in (rows, more)),
+    )
     seen = np.where(drawn(rng, N, rows, 1, past + rows + more) > 1, F(0), F(-1e9))
     attention = (drawn(rng, F, 1, rows, 3 * heads * dim), *cached, *cached, seen)
     angles = drawn(rng, F, 1, rows, dim // 2)
@@ -104,10 +176,18 @@ def operator(rng: Random) -> Node:
         [
             Node(kernels.ADD_NORM, (x, x, x[0, 0]), (1, 1), {"epsilon": 1e-5}),
             Node(kernels.GATED_SILU, (np.concatenate([x, x], 2),)),
-            Node(kernels.HALF_LINEAR, (x, drawn(rng, H, inputs, outputs)), constants=frozenset({1})),
-            Node(kernels.INT4_LINEAR, (x, blocks, np.ones(blocks.shape[:2], F)), constants=frozenset({1, 2})),
+            Node(
+                kernels.HALF_LINEAR, (x, drawn(rng, H, inputs, outputs)), constants=frozenset({1})
+            ),
+            Node(
+                kernels.INT4_LINEAR,
+                (x, blocks, np.ones(blocks.shape[:2], F)),
+                constants=frozenset({1, 2}),
+            ),
             Node(kernels.INT8_LINEAR, (x, codes, scales, zero), constants=frozenset({1, 2, 3})),
-            Node(kernels.INT8_ARGMAX, (x, codes, scales, zero), (7,), constants=frozenset({1, 2, 3})),
+            Node(
+                kernels.INT8_ARGMAX, (x, codes, scales, zero), (7,), constants=frozenset({1, 2, 3})
+            ),
             low_rank(rng, x, zero),
             Node(kernels.INT8_EMBEDDING, (ids, codes, scales), constants=frozenset({1, 2})),
             Node(kernels.TIED_EMBEDDING, (ids, codes, scales), constants=frozenset({1, 2})),
@@ -117,7 +197,11 @@ def operator(rng: Random) -> Node:
                 (1, 1, 1),
                 {"heads": 2 * heads, "kv_heads": heads},
             ),
-            Node(kernels.HALF_TREE_ATTENTION, attention, attributes={"kv_heads": heads, "scale": 0.125}),
+            Node(
+                kernels.HALF_TREE_ATTENTION,
+                attention,
+                attributes={"kv_heads": heads, "scale": 0.125},
+            ),
             Node(
                 kernels.TREE_ATTENTION,
                 tuple(array.astype(F) for array in attention),
@@ -136,7 +220,8 @@ def line(kind: str, attributes: dict[str, object], inputs: list[int], outputs: l
 def step(rng: Random) -> Node:
     """A region of a single operator."""
     own = operator(rng)
-    count, made = len(own.inputs), len(own.types)
+    count = len(own.inputs)
+    made = len(own.types)
     steps = line(own.kind, own.attributes, [*range(count)], [*range(count, count + made)])
     return replace(own, kind=kernels.REGION, attributes={"text": f"{count} {made}\n{steps}"})
 
@@ -156,10 +241,14 @@ def chain(rng: Random) -> Node:
     width = rng.choice(SIZES[1:8])
     x, y = (drawn(rng, F, 1, rng.choice([1, 3]), width * rng.choice([1, 2])) for _ in range(2))
     inputs = (x, y, drawn(rng, F, width), drawn(rng, F, 3, width), drawn(rng, H, width, width))
-    known, steps = [*range(len(inputs))], ""
+    known = [*range(len(inputs))]
+    steps = ""
     for _ in range(rng.choice([1, 2, 3, 5])):
         kind, attributes, reads, makes = rng.choice(STEPS)
-        made = [known[-1] + 2 + at if len(known) == len(inputs) else known[-1] + 1 + at for at in range(makes)]
+        made = [
+            known[-1] + 2 + at if len(known) == len(inputs) else known[-1] + 1 + at
+            for at in range(makes)
+        ]
         steps += line(kind, attributes, rng.choices(known, k=reads), made)
         known += made
     steps += line(kernels.GATED_SILU, {}, [known[-1]], [len(inputs)])
@@ -174,8 +263,13 @@ def shape(rng: Random, node: Node) -> Node:
     else:
         sizes = rng.choices(SIZES[:7], k=rng.choice([0, 1, 2, 3, 4, 6, 7]))
     if 0 in sizes and len(sizes) > 1 and rng.random() < 0.5:
-        sizes[rng.choice([i for i, size in enumerate(sizes) if size or sizes.count(0) > 1])] = rng.choice(LARGE)
-    if np.prod(sizes, dtype=float) > MOST or np.prod([max(size, 1) for size in sizes], dtype=float) > 2**56:
+        sizes[rng.choice([i for i, size in enumerate(sizes) if size or sizes.count(0) > 1])] = (
+            rng.choice(LARGE)
+        )
+    if (
+        np.prod(sizes, dtype=float) > MOST
+        or np.prod([max(size, 1) for size in sizes], dtype=float) > 2**56
+    ):
         return node
     return _with(node, at, np.resize(array, sizes) if array.size else np.zeros(sizes, array.dtype))
 
@@ -183,7 +277,9 @@ def shape(rng: Random, node: Node) -> Node:
 def element(rng: Random, node: Node) -> Node:
     at, array = _one(rng, node)
     with np.errstate(all="ignore"):
-        return _with(node, at, array.astype(rng.choice([F, H, I8, U8, N, J, B, np.float64, np.int16])))
+        return _with(
+            node, at, array.astype(rng.choice([F, H, I8, U8, N, J, B, np.float64, np.int16]))
+        )
 
 
 def value(rng: Random, node: Node) -> Node:
@@ -219,16 +315,22 @@ def attribute(rng: Random, node: Node) -> Node:
 def text(rng: Random, steps: str) -> str:
     """Another text of a region."""
     lines = steps.split("\n")
-    at, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    at = rng.randrange(len(lines))
+    other = rng.randrange(len(lines))
     words = lines[at].split(" ")
     place = rng.randrange(len(words))
-    kind = rng.choice(["number", "number", "operator", "attribute", "remove", "repeat", "exchange", "cut", "word"])
+    kind = rng.choice(
+        ["number", "number", "operator", "attribute", "remove", "repeat", "exchange", "cut", "word"]
+    )
     if kind == "number":
         words[place] = rng.choice(NUMBERS)
     elif kind == "operator":
         words[0] = rng.choice([*kernels.IN_REGIONS, kernels.REGION, ""])
     elif kind == "attribute":
-        words = [f"{word.partition('=')[0]}={rng.choice(INTEGERS)}" if "=" in word else word for word in words]
+        words = [
+            f"{word.partition('=')[0]}={rng.choice(INTEGERS)}" if "=" in word else word
+            for word in words
+        ]
     elif kind == "word":
         words.insert(place, rng.choice([":", ">", "=", "axis=1", *NUMBERS]))
     lines[at] = " ".join(words)
@@ -251,7 +353,9 @@ def inputs(rng: Random, node: Node) -> Node:
         return replace(node, inputs=node.inputs[:-1])
     if kind == "repeat":
         return replace(node, inputs=(*node.inputs, array))
-    return _with(node, at, None if kind == "missing" and len(node.inputs) > 1 else _one(rng, node)[1])
+    return _with(
+        node, at, None if kind == "missing" and len(node.inputs) > 1 else _one(rng, node)[1]
+    )
 
 
 def outputs(rng: Random, node: Node) -> Node:
@@ -264,10 +368,26 @@ def outputs(rng: Random, node: Node) -> Node:
 
 
 def kind(rng: Random, node: Node) -> Node:
-    return replace(node, kind=rng.choice([*kernels.IN_REGIONS, kernels.INT8_ARGMAX, kernels.REGION]))
+    return replace(
+        node, kind=rng.choice([*kernels.IN_REGIONS, kernels.INT8_ARGMAX, kernels.REGION])
+    )
 
 
-CHANGES = (shape, shape, shape, element, value, value, value, attribute, attribute, attribute, inputs, outputs, kind)
+CHANGES = (
+    shape,
+    shape,
+    shape,
+    element,
+    value,
+    value,
+    value,
+    attribute,
+    attribute,
+    attribute,
+    inputs,
+    outputs,
+    kind,
+)
 
 
 def hostile(seed: int, index: int) -> Node:

@@ -1,7 +1,9 @@
-"""Hostile graphs for the kernels, under AddressSanitizer and UBSan: ``python -m tests.fuzz.operators --count 10000``.
+"""Hostile graphs for the kernels, under AddressSanitizer and UBSan: ``python -m
+tests.fuzz.operators --count 10000``.
 
-A process tries one graph after the other (operator_graphs.py). Each must be refused by ONNX Runtime or give outputs; a
-report of a sanitizer, the end of the process or a minute without an answer is a bug.
+A process tries one graph after the other (operator_graphs.py). Each must be refused by ONNX Runtime
+or give outputs; a report of a sanitizer, the end of the process or a minute without an answer is a
+bug.
 """
 
 from __future__ import annotations
@@ -64,15 +66,34 @@ def answer(library: str, seed: int, first: int, end: int) -> None:
 
 def run(seed: int, first: int, end: int) -> tuple[Counter[str], dict[int, str]]:
     """Outcomes of cases and how often each came, and the bugs by index."""
-    library, outcomes, bugs = sanitized(), Counter[str](), dict[int, str]()
-    environment = {**os.environ, **OPTIONS, "LD_PRELOAD": preloaded() or "", "PYTHONPATH": str(ROOT)}
+    library = sanitized()
+    outcomes = Counter[str]()
+    bugs = dict[int, str]()
+    environment = {
+        **os.environ,
+        **OPTIONS,
+        "LD_PRELOAD": preloaded() or "",
+        "PYTHONPATH": str(ROOT),
+    }
     while first < end:
         with tempfile.TemporaryFile() as said:
-            command = [sys.executable, "-m", __spec__.name, "--library", str(library), "--seed", str(seed)]
+            command = [
+                sys.executable,
+                "-m",
+                __spec__.name,
+                "--library",
+                str(library),
+                "--seed",
+                str(seed),
+            ]
             child = subprocess.Popen(
                 [*command, "--first", str(first), "--count", str(end - first)],
-                cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=said, bufsize=0,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                bufsize=0,
+            )
             assert child.stdout is not None
             with child, child.stdout as lines:
                 while first < end:
@@ -82,8 +103,12 @@ def run(seed: int, first: int, end: int) -> tuple[Counter[str], dict[int, str]]:
                         child.kill()
                         said.seek(0)
                         text = said.read().decode("utf-8", "replace")
-                        at = max(text.find("ERROR: AddressSanitizer"), text.find("runtime error"), 0)
-                        bugs[first] = "hang" if late else f"ended with {child.wait()}: {text[at:][:1500]}"
+                        at = max(
+                            text.find("ERROR: AddressSanitizer"), text.find("runtime error"), 0
+                        )
+                        bugs[first] = (
+                            "hang" if late else f"ended with {child.wait()}: {text[at:][:1500]}"
+                        )
                     outcomes[line.decode().split(" ")[0].strip() or "BUG"] += 1
                     first += 1
                     if not line:
@@ -104,13 +129,17 @@ def main() -> int:
         answer(options.library, options.seed, options.first, end)
         return 0
     if preloaded() is None:
-        print("tests.fuzz.operators: needs GCC with AddressSanitizer, nothing is tested", file=sys.stderr)
+        print(
+            "tests.fuzz.operators: needs GCC with AddressSanitizer, nothing is tested",
+            file=sys.stderr,
+        )
         return 0
     outcomes, bugs = run(options.seed, options.first, end)
     for index, bug in bugs.items():
         print(f"case {index}: {bug}")
     print(
-        f"operators, seed {options.seed}, {options.count} cases: " + ", ".join(f"{n} {c}" for n, c in outcomes.items())
+        f"operators, seed {options.seed}, {options.count} cases: "
+        + ", ".join(f"{n} {c}" for n, c in outcomes.items())
     )
     return int(bool(bugs))
 

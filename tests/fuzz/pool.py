@@ -1,4 +1,6 @@
-"""Workers in processes of their own, so that a case that hangs or kills its process is seen, counted and gone."""
+"""Workers in processes of their own, so that a case that hangs or kills its process is seen,
+counted and gone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.fuzz.mutator import Subject
 from tests.fuzz.worker import Result
 
 TIMEOUT_S = 60.0
-"""No case that does what it should takes a second; a machine that does other things too may take tens of them."""
+"""No case that does what it should takes a second; a machine that does other things too may take
+tens of them.
+"""
 START_S = 300.0
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,26 +43,40 @@ class Process:
     def _start(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="ssdevice-fuzz-")
         place, kind = self.arguments
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.worker", place, self.scratch.name, kind],
-            cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            cwd=ROOT,
+            env={**environment, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self._answer(START_S)
 
     def run(self, seed: int, index: int, subject: Subject) -> Result:
         """Try a case; a worker that is lost by it is replaced."""
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write((json.dumps({"seed": seed, "index": index, "subject": subject}) + "\n").encode())
+            self.process.stdin.write(
+                (json.dumps({"seed": seed, "index": index, "subject": subject}) + "\n").encode()
+            )
             self.process.stdin.flush()
             return Result(**self._answer(TIMEOUT_S))
         except (Lost, BrokenPipeError) as error:
             files = [Path(self.scratch.name) / name for name in ("err", "done")]
-            said, done = (file.read_text("utf-8", "replace")[-400:] if file.exists() else "" for file in files)
+            said, done = (
+                file.read_text("utf-8", "replace")[-400:] if file.exists() else "" for file in files
+            )
             self.close()
             self._start()
-            return Result(seed, index, subject.value, "BUG", f"{error}: {said}", done, 0.0, TIMEOUT_S)
+            return Result(
+                seed, index, subject.value, "BUG", f"{error}: {said}", done, 0.0, TIMEOUT_S
+            )
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         stream = self.process.stdout
@@ -69,7 +87,9 @@ class Process:
         line = stream.readline()  # workers write whole lines
         if not line:
             code = self.process.wait()
-            raise Lost(f"crash: {signal.Signals(-code).name if code < 0 else f'the worker ended with {code}'}")
+            raise Lost(
+                f"crash: {signal.Signals(-code).name if code < 0 else f'the worker ended with {code}'}"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -91,10 +111,19 @@ def subject_of(index: int) -> Subject:
 
 
 def run_cases(
-    pristine: Path, seed: int, indices: Iterable[int], bundle_workers: int, tell: Callable[[Result], None]
+    pristine: Path,
+    seed: int,
+    indices: Iterable[int],
+    bundle_workers: int,
+    tell: Callable[[Result], None],
 ) -> list[Result]:
-    """Try cases on ``bundle_workers`` processes, and those of adapters on one more; ``tell`` is called after each."""
-    waiting: dict[bool, queue.SimpleQueue[int]] = {False: queue.SimpleQueue(), True: queue.SimpleQueue()}
+    """Try cases on ``bundle_workers`` processes, and those of adapters on one more; ``tell`` is
+    called after each.
+    """
+    waiting: dict[bool, queue.SimpleQueue[int]] = {
+        False: queue.SimpleQueue(),
+        True: queue.SimpleQueue(),
+    }
     for index in indices:
         waiting[subject_of(index) is Subject.ADAPTER].put(index)
     results: list[Result] = []
@@ -118,7 +147,10 @@ def run_cases(
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(adapter,)) for adapter in [True, *[False] * bundle_workers]]
+    threads = [
+        threading.Thread(target=work, args=(adapter,))
+        for adapter in [True, *[False] * bundle_workers]
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,6 @@
-"""The subjects before any change: a tiny exported bundle, the same signed, and an adapter of streams and LoRA."""
+"""The subjects before any change: a tiny exported bundle, the same signed, and an adapter of
+streams and LoRA.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ SLOT_APP = "two"
 
 
 def make(out: Path) -> Path:
-    """Write ``bundle``, ``signed``, ``slots``, ``public.pem``, ``base`` and ``adapter`` below ``out``, a new folder."""
+    """Write ``bundle``, ``signed``, ``slots``, ``public.pem``, ``base`` and ``adapter`` below
+    ``out``, a new folder.
+    """
     from tests.runtime.tiny_bundle import adapter_folder, base_folder, tiny_bundle
 
     out.mkdir(parents=True)
@@ -49,11 +53,15 @@ def _add_lora(base: Path, adapter: Path) -> None:
     from ssdevice.model.loading import load_hf
 
     torch.manual_seed(SEED)
-    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     get_peft_model(load_hf(base), config).save_pretrained(str(adapter))
     (adapter / "README.md").unlink(missing_ok=True)
     raw = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
-    (adapter / "adapter_config.json").write_text(json.dumps({**raw, "base_model_name_or_path": "base"}), "utf-8")
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**raw, "base_model_name_or_path": "base"}), "utf-8"
+    )
 
 
 def _sign(out: Path) -> None:
@@ -64,7 +72,9 @@ def _sign(out: Path) -> None:
 
     key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     private = out / "private.pem"
-    private.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    private.write_bytes(
+        key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    )
     (out / "public.pem").write_bytes(
         key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
     )

@@ -1,7 +1,8 @@
-"""Changed ExecuTorch programs, each in a child process: ``python -m tests.fuzz.programs --seed 1 --count 10000``.
+"""Changed ExecuTorch programs, each in a child process: ``python -m tests.fuzz.programs --seed 1
+--count 10000``.
 
-Changes are to the header and the flatbuffer, not to weights. A refusal in one line is right, and so is any answer; any
-other exception, the end of the process or a hang is a bug.
+Changes are to the header and the flatbuffer, not to weights. A refusal in one line is right, and so
+is any answer; any other exception, the end of the process or a hang is a bug.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from tests.fuzz.worker import Result
 
 TIMEOUT_S = 60
 WORDS = (0, 1, 2, 3, 255, 256, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
-REFUSED, RAISED = 2, 3
+REFUSED = 2
+RAISED = 3
 
 
 def mutate(rng: Random, data: bytes) -> tuple[bytes, str]:
     """A program with one to four changes before its segments, and what was done."""
     (size,) = struct.unpack_from("<Q", data, 16)
-    changed, notes = bytearray(data), []
+    changed = bytearray(data)
+    notes = []
     for _ in range(rng.choice([1, 1, 2, 4])):
         at = rng.randrange(size)
         kind = rng.choices(["byte", "bit", "word", "cut"], [4, 2, 3, 1])[0]
@@ -47,7 +50,9 @@ def mutate(rng: Random, data: bytes) -> tuple[bytes, str]:
         elif kind == "bit":
             changed[at] ^= 1 << rng.randrange(8)
         elif kind == "word":
-            struct.pack_into("<I", changed, at // 4 * 4, rng.choice([*WORDS, rng.randrange(1 << 32)]))
+            struct.pack_into(
+                "<I", changed, at // 4 * 4, rng.choice([*WORDS, rng.randrange(1 << 32)])
+            )
         else:
             del changed[rng.choice([at, len(data) - at]) :]
             changed += bytes(max(0, size - len(changed)))
@@ -55,7 +60,10 @@ def mutate(rng: Random, data: bytes) -> tuple[bytes, str]:
 
 
 def run_cases(seed: int, indices: Iterable[int]) -> Iterator[Result]:
-    """Try cases one after the other. Nothing of ExecuTorch may have run in this process: its threads are not forked."""
+    """Try cases one after the other.
+
+    Nothing of ExecuTorch may have run in this process: its threads are not forked.
+    """
     importlib.import_module("executorch.runtime")
     importlib.import_module(OPERATORS)
     bundle = programs.choosing()
@@ -63,7 +71,8 @@ def run_cases(seed: int, indices: Iterable[int]) -> Iterator[Result]:
     with tempfile.TemporaryDirectory(prefix="ssdevice-fuzz-") as scratch:
         for index in indices:
             changed, done = mutate(Random(f"{seed}/{index}/program"), data)
-            file, said = Path(scratch) / "model.pte", Path(scratch) / "said"
+            file = Path(scratch) / "model.pte"
+            said = Path(scratch) / "said"
             file.write_bytes(changed)
             sys.stdout.flush()
             child = os.fork()
@@ -84,7 +93,9 @@ def _decode(bundle: Bundle, file: Path, said: Path) -> None:
     signal.alarm(TIMEOUT_S)
     code = 0
     try:
-        engine = ExecutorchEngine(file, bundle.geometry, list(bundle.functions), EngineOptions(threads=1))
+        engine = ExecutorchEngine(
+            file, bundle.geometry, list(bundle.functions), EngineOptions(threads=1)
+        )
         conversation = engine.new_conversation()
         root = conversation.prefill([7, 21, 3, 44])
         conversation.length = 4
@@ -113,7 +124,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     options = parser.parse_args()
     os.environ[once.VARIABLE] = str(once.folder())
-    export = multiprocessing.get_context("spawn").Process(target=programs.choosing)  # it runs what it exports
+    export = multiprocessing.get_context("spawn").Process(
+        target=programs.choosing
+    )  # it runs what it exports
     export.start()
     export.join()
     counts = Counter[str]()

@@ -10,7 +10,9 @@ COUNT = 6
 
 
 def tokens(base: Path, adapter: Path) -> list[int]:
-    """Greedy tokens after PROMPT with the streams' drafts verified, and the last drafts; raises SSDeviceError."""
+    """Greedy tokens after PROMPT with the streams' drafts verified, and the last drafts; raises
+    SSDeviceError.
+    """
     from ssdevice.config import Schedule
     from ssdevice.model.loading import load
     from ssdevice.tree import Tree

@@ -1,4 +1,6 @@
-"""Chat formats that are hostile: templates that loop, grow or reach out, and stop tokens that do not exist."""
+"""Chat formats that are hostile: templates that loop, grow or reach out, and stop tokens that do
+not exist.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ TEMPLATES = (
 
 
 def mutate_chat(rng: Random, document: dict[str, Any]) -> str:
-    """Change the template, the frames, the stop tokens, the special tokens or the variables of a manifest."""
+    """Change the template, the frames, the stop tokens, the special tokens or the variables of a
+    manifest.
+    """
     chat = document["chat"]
     kinds = ["template", "stop_ids", "special_tokens", "variables", "instruction", "frames"]
     kind = rng.choices(kinds, [6, 2, 1, 1, 1, 2])[0]
@@ -71,12 +75,20 @@ def mutate_chat(rng: Random, document: dict[str, Any]) -> str:
             [[], [0, 0], [rng.choice(NUMBERS)], list(range(300)), [2**31], list(range(100_000))]
         )
     elif kind == "frames":
-        frame = {"before": rng.choice(TEXTS), "after": "</s>" * rng.choice([0, 1, 5000]), "trim": "both"}
+        frame = {
+            "before": rng.choice(TEXTS),
+            "after": "</s>" * rng.choice([0, 1, 5000]),
+            "trim": "both",
+        }
         names = ("first", "system", "after_system", "user", "assistant")
         whole = {**dict.fromkeys(names, frame), "answer": rng.choice(TEXTS)}
-        chat["frames"] = rng.choice([None, {}, whole, {**whole, rng.choice(names): None}, {**whole, "first": []}])
+        chat["frames"] = rng.choice(
+            [None, {}, whole, {**whole, rng.choice(names): None}, {**whole, "first": []}]
+        )
     elif kind == "instruction":
-        document["apps"][0]["instruction"] = rng.choice([*TEXTS, "{{ 1/0 }}" * 100, "x" * 65_536, "</s>" * 5000])
+        document["apps"][0]["instruction"] = rng.choice(
+            [*TEXTS, "{{ 1/0 }}" * 100, "x" * 65_536, "</s>" * 5000]
+        )
     else:
         chat[kind] = rng.choice(
             [

@@ -1,4 +1,6 @@
-"""Five hundred hostile bundles and adapters: refused in one line or decoded as before; nothing raises or hangs."""
+"""Five hundred hostile bundles and adapters: refused in one line or decoded as before; nothing
+raises or hangs.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from tests.fuzz.mutator import Case, Oracle, Subject, change
 from tests.fuzz.pool import Process, run_cases
 from tests.fuzz.worker import MAX_GROWTH_MB, Result, Tried, judge
 
-SEED, COUNT = 20, 500
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sizes of processes are read from /proc")
+SEED = 20
+COUNT = 500
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="sizes of processes are read from /proc"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,9 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_change_is_refused_or_harmless(subjects: Path) -> None:
     results = run_cases(subjects, SEED, range(COUNT), 2, lambda _: None)
     bugs = [result for result in results if result.outcome == "BUG"]
-    assert not bugs, f"{len(bugs)} bugs, the first: {bugs[0]}; see it with python -m tests.fuzz --seed {SEED} --only N"
+    assert not bugs, (
+        f"{len(bugs)} bugs, the first: {bugs[0]}; see it with python -m tests.fuzz --seed {SEED} --only N"
+    )
     assert len(results) == COUNT
     for subject in Subject:
         found = {result.outcome for result in results if result.subject == subject}
@@ -43,14 +50,20 @@ def test_a_case_is_the_same_every_time(subjects: Path, tmp_path: Path) -> None:
         cases = [change(5, index, subject, subjects, place) for place in places]
         assert cases[0] == cases[1]
         files = [
-            {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+            {
+                str(path.relative_to(place)): path.read_bytes()
+                for path in place.rglob("*")
+                if path.is_file()
+            }
             for place in places
         ]
         assert files[0] == files[1]
 
 
 @pytest.mark.wide
-def test_the_oracle_tells_changed_tokens_from_unchanged_ones(subjects: Path, tmp_path: Path) -> None:
+def test_the_oracle_tells_changed_tokens_from_unchanged_ones(
+    subjects: Path, tmp_path: Path
+) -> None:
     shutil.copytree(subjects, tmp_path / "changed")
     weights = tmp_path / "changed" / "bundle" / "weights.bin"
     data = bytearray(weights.read_bytes())
@@ -91,7 +104,9 @@ def judged(tried: Tried, oracle: Oracle, grown: float = 0.0) -> str:
 
 
 @pytest.mark.wide
-def test_a_worker_that_dies_is_counted_and_replaced(subjects: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_is_counted_and_replaced(
+    subjects: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = Process(subjects, adapter=False)
     try:
         first = process.process.pid

@@ -1,4 +1,6 @@
-"""Some hundred hostile graphs for the kernels, under AddressSanitizer and UBSan: no report, no end, no hang."""
+"""Some hundred hostile graphs for the kernels, under AddressSanitizer and UBSan: no report, no end,
+no hang.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from tests.compiled_kernels import preloaded
 from tests.fuzz.operator_graphs import hostile
 from tests.fuzz.operators import run
 
-SEED, COUNT = 20, 250
+SEED = 20
+COUNT = 250
 
 
 @pytest.mark.wide
@@ -22,6 +25,9 @@ def test_graphs_are_refused_or_run() -> None:
 
 def test_cases_are_the_same_every_time_and_of_every_operator() -> None:
     assert all(hostile(SEED, index).model() == hostile(SEED, index).model() for index in range(20))
-    texts = [f"{node.kind} {node.attributes}" for node in (hostile(SEED, index) for index in range(COUNT))]
+    texts = [
+        f"{node.kind} {node.attributes}"
+        for node in (hostile(SEED, index) for index in range(COUNT))
+    ]
     for kind in (*kernels.IN_REGIONS, kernels.INT8_ARGMAX):
         assert any(kind in text for text in texts), kind

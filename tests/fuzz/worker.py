@@ -1,11 +1,13 @@
-"""A process that tries cases one after the other: ``python -m tests.fuzz.worker PRISTINE SCRATCH bundle|adapter``.
+"""A process that tries cases one after the other: ``python -m tests.fuzz.worker PRISTINE SCRATCH
+bundle|adapter``.
 
-It reads ``{"seed":, "index":, "subject":}`` lines and answers each with one line of JSON. A case runs through the
-command line's own entry, with both standard streams kept, so that what native code prints is seen too. The pool that
-started it (pool.py) sees hangs and deaths.
+It reads ``{"seed":, "index":, "subject":}`` lines and answers each with one line of JSON. A case
+runs through the command line's own entry, with both standard streams kept, so that what native code
+prints is seen too. The pool that started it (pool.py) sees hangs and deaths.
 
-Memory: a case may raise the resident size by at most MAX_GROWTH_MB at its peak, and the address space of the process is
-limited to ADDRESS_SPACE_MB more than it has when it starts, so that nothing can take the machine with it.
+Memory: a case may raise the resident size by at most MAX_GROWTH_MB at its peak, and the address
+space of the process is limited to ADDRESS_SPACE_MB more than it has when it starts, so that nothing
+can take the machine with it.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from tests.fuzz.pristine import SLOT_APP
 MAX_GROWTH_MB = 256
 ADDRESS_SPACE_MB = 3072
 MAX_LINE = 1500
-PROMPT, MAX_TOKENS = "abc def", 12
+PROMPT = "abc def"
+MAX_TOKENS = 12
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a case: ``refused``, ``same``, ``other`` tokens (allowed), or ``BUG``, of which ``detail`` tells."""
+    """What came of a case: ``refused``, ``same``, ``other`` tokens (allowed), or ``BUG``, of which
+    ``detail`` tells.
+    """
 
     seed: int
     index: int
@@ -48,7 +53,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Tried:
-    """One call: its exit code, the tokens on standard output, all of standard error, and a traceback if it raised."""
+    """One call: its exit code, the tokens on standard output, all of standard error, and a
+    traceback if it raised.
+    """
 
     code: int
     tokens: list[int] | None
@@ -60,8 +67,11 @@ class Worker:
     """Pristine subjects, the scratch folder, and the tokens that an unchanged subject gives."""
 
     def __init__(self, pristine: Path, scratch: Path, adapter: bool) -> None:
-        self.pristine, self.scratch = pristine, scratch
-        self.files = [os.open(scratch / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for name in ("out", "err")]
+        self.pristine = pristine
+        self.scratch = scratch
+        self.files = [
+            os.open(scratch / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for name in ("out", "err")
+        ]
         for number, handle in enumerate(self.files, 1):
             os.dup2(handle, number)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -74,10 +84,13 @@ class Worker:
             for plain in (False, True):
                 whole = self._bundle(pristine / "bundle", plain).tokens
                 self.expected |= {(s, plain): whole for s in (Subject.FOLDER, Subject.SIGNED)}
-                self.expected[Subject.SLOTS, plain] = self._bundle(pristine / "slots", plain, app=SLOT_APP).tokens
+                self.expected[Subject.SLOTS, plain] = self._bundle(
+                    pristine / "slots", plain, app=SLOT_APP
+                ).tokens
         assert all(self.expected.values()), "an unchanged subject does not decode"
         gc.collect()
-        gc.freeze()  # before each case there is a search for garbage, which need not go over all modules
+        # before each case there is a search for garbage, which need not go over all modules
+        gc.freeze()
         limit = _status("VmSize") * 1024 + (ADDRESS_SPACE_MB << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -86,7 +99,9 @@ class Worker:
         place = self.scratch / "case"
         shutil.rmtree(place, ignore_errors=True)
         case = change(seed, index, subject, self.pristine, place)
-        (self.scratch / "done").write_text(case.done, "utf-8")  # for the pool, should this process end here
+        (self.scratch / "done").write_text(
+            case.done, "utf-8"
+        )  # for the pool, should this process end here
         gc.collect()
         before = _reset_peak()
         clock = perf_counter()
@@ -95,22 +110,44 @@ class Worker:
         grown = (_status("VmHWM") - before) / 1024
         outcome, detail = judge(case, tried, self.expected[case.subject, case.plain], grown)
         detail = detail.replace(str(place), "")
-        return Result(seed, index, subject.value, outcome, detail, case.done, round(grown, 1), round(seconds, 3))
+        return Result(
+            seed,
+            index,
+            subject.value,
+            outcome,
+            detail,
+            case.done,
+            round(grown, 1),
+            round(seconds, 3),
+        )
 
     def _try(self, case: Case, place: Path) -> Tried:
         if case.subject is Subject.ADAPTER:
             return self._adapter(place / "adapter")
         signed = case.subject is Subject.SIGNED
         app = SLOT_APP if case.subject is Subject.SLOTS else None
-        return self._bundle(place / "bundle", case.plain, self.pristine / "public.pem" if signed else None, app)
+        return self._bundle(
+            place / "bundle", case.plain, self.pristine / "public.pem" if signed else None, app
+        )
 
-    def _bundle(self, folder: Path, plain: bool, key: Path | None = None, app: str | None = None) -> Tried:
+    def _bundle(
+        self, folder: Path, plain: bool, key: Path | None = None, app: str | None = None
+    ) -> Tried:
         options = [
             *(["--app", app] if app else []),
             *(["--no-speculate"] if plain else []),
             *(["--require-signature", str(key)] if key else []),
         ]
-        fixed = ["--prompt", PROMPT, "--max-tokens", str(MAX_TOKENS), "--threads", "1", "--json", "--quiet"]
+        fixed = [
+            "--prompt",
+            PROMPT,
+            "--max-tokens",
+            str(MAX_TOKENS),
+            "--threads",
+            "1",
+            "--json",
+            "--quiet",
+        ]
         return self._call(["run", str(folder), *fixed, *options])
 
     def _call(self, arguments: list[str]) -> Tried:
@@ -144,11 +181,16 @@ class Worker:
         raised = ""
         try:
             code = call()
-        except BaseException:  # what the rest of Python calls an exit, and Rust's panics, are bugs as well here
-            code, raised = -1, traceback.format_exc(limit=-6)
+        except (
+            BaseException
+        ):  # what the rest of Python calls an exit, and Rust's panics, are bugs as well here
+            code = -1
+            raised = traceback.format_exc(limit=-6)
         sys.stdout.flush()
         sys.stderr.flush()
-        out, err = (os.pread(handle, 1 << 20, 0).decode("utf-8", "replace") for handle in self.files)
+        out, err = (
+            os.pread(handle, 1 << 20, 0).decode("utf-8", "replace") for handle in self.files
+        )
         try:
             tokens = json.loads(out)["tokens"] if code == 0 else None
         except (ValueError, KeyError):
@@ -169,7 +211,11 @@ def judge(case: Case, tried: Tried, expected: list[int] | None, grown_mb: float)
             return "BUG", f"accepted: {case.done}"
         if tried.tokens == expected:
             return "same", ""
-        return ("other", "") if case.oracle is Oracle.ANY else ("BUG", f"tokens: {tried.tokens}, expected {expected}")
+        return (
+            ("other", "")
+            if case.oracle is Oracle.ANY
+            else ("BUG", f"tokens: {tried.tokens}, expected {expected}")
+        )
     lines = tried.error.splitlines()
     if tried.code != 2:
         return "BUG", f"exit code {tried.code}: {tried.error[:300]}"

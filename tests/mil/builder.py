@@ -1,4 +1,6 @@
-"""MIL programs for tests: single operations put into one package, and their values by coremltools itself."""
+"""MIL programs for tests: single operations put into one package, and their values by coremltools
+itself.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ Build = Callable[..., Any]
 class Case:
     """One operation: ``build(mb, *values)`` makes it, ``inputs`` are its operands.
 
-    ``expected``: what it gives, from the inputs; None lets coremltools compute it. ``exact``: bits must agree.
+    ``expected``: what it gives, from the inputs; None lets coremltools compute it. ``exact``: bits
+    must agree.
     """
 
     name: str
@@ -52,7 +55,8 @@ def convert(program: Any, path: Path) -> None:
 
 
 def package(cases: Sequence[Case], path: Path) -> None:
-    """One package with every case: inputs ``in_<case>_<n>``, outputs ``<case>`` or ``<case>_out<n>``.
+    """One package with every case: inputs ``in_<case>_<n>``, outputs ``<case>`` or
+    ``<case>_out<n>``.
 
     Bool inputs do not exist at a model's border: they are passed as int32 and cast.
     """
@@ -60,8 +64,14 @@ def package(cases: Sequence[Case], path: Path) -> None:
     from coremltools.converters.mil.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
-    element = {"float32": types.fp32, "float16": types.fp16, "int32": types.int32, "bool": types.int32}
-    specs, wanted = {}, {}
+    element = {
+        "float32": types.fp32,
+        "float16": types.fp16,
+        "int32": types.int32,
+        "bool": types.int32,
+    }
+    specs = {}
+    wanted = {}
     for case in cases:
         for index, array in enumerate(case.inputs):
             name = f"in_{case.name}_{index}"
@@ -72,7 +82,10 @@ def package(cases: Sequence[Case], path: Path) -> None:
         outputs = []
         for case in cases:
             names = [f"in_{case.name}_{index}" for index in range(len(case.inputs))]
-            given = [mb.cast(x=values[n], dtype="bool") if wanted[n] == "bool" else values[n] for n in names]
+            given = [
+                mb.cast(x=values[n], dtype="bool") if wanted[n] == "bool" else values[n]
+                for n in names
+            ]
             made = case.build(mb, *given)
             many = isinstance(made, tuple | list)
             for index, output in enumerate(made if many else [made]):

@@ -29,7 +29,11 @@ def indexing() -> list[Case]:
     x = f(4, 5, 6)
     at = i(2, 3, low=0, high=4)
     cases = [
-        Case("slice", op("slice_by_index", "x", begin=[1, 0, -4], end=[3, 5, -1], stride=[1, 2, 1]), (x,)),
+        Case(
+            "slice",
+            op("slice_by_index", "x", begin=[1, 0, -4], end=[3, 5, -1], stride=[1, 2, 1]),
+            (x,),
+        ),
         Case(
             "slice_masks",
             op(
@@ -44,7 +48,11 @@ def indexing() -> list[Case]:
             (x,),
             lambda x: x[1:, :1, 3],
         ),
-        Case("slice_back", op("slice_by_index", "x", begin=[3, 0, 0], end=[0, 5, 6], stride=[-1, 1, 1]), (x,)),
+        Case(
+            "slice_back",
+            op("slice_by_index", "x", begin=[3, 0, 0], end=[0, 5, 6], stride=[-1, 1, 1]),
+            (x,),
+        ),
         Case(
             "slice_update_runtime",
             op("slice_update", "x", "update", "begin", "end"),
@@ -56,5 +64,7 @@ def indexing() -> list[Case]:
         Case("gather_int", op("gather", "x", "indices"), (i(9), i(3, low=0, high=9))),
     ]
     cases = [Case(case.name, case.build, case.inputs, case.expected, exact=True) for case in cases]
-    cases.append(Case("where_bool", op("select", "cond", "a", "b"), (b(2, 3), b(2, 3), b(3)), exact=True))
+    cases.append(
+        Case("where_bool", op("select", "cond", "a", "b"), (b(2, 3), b(2, 3), b(3)), exact=True)
+    )
     return cases

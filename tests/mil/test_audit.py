@@ -34,7 +34,9 @@ def test_contents_of_a_plain_package(base: Path) -> None:
     found = audit(Package.open(base))
     assert found["functions"][MAIN]["kinds"]["softmax"] == GEOMETRY.layers
     assert "const" not in found["functions"][MAIN]["kinds"]
-    assert found["memory"]["state"] == 2 * 2 * GEOMETRY.layers * GEOMETRY.capacity * GEOMETRY.row_width
+    assert (
+        found["memory"]["state"] == 2 * 2 * GEOMETRY.layers * GEOMETRY.capacity * GEOMETRY.row_width
+    )
     weights = {group["form"]: group for group in found["weights"]}
     assert weights["float16"]["tensors"] > 4 * GEOMETRY.layers
     assert (
@@ -51,7 +53,10 @@ def test_forms_of_compressed_weights(base: Path, tmp_path: Path) -> None:
         forms[kind] = {group["form"] for group in found["weights"]} - {"float16", "int32", "uint16"}
         assert ("block-scales" in counts(found)) == (kind == "int4")
     assert forms["int8"] == {"int8, per channel"}
-    assert forms["int4"] == {"int4, blocks of 32", "int4, per channel"}  # a matrix of 32 inputs is one block
+    assert forms["int4"] == {
+        "int4, blocks of 32",
+        "int4, per channel",
+    }  # a matrix of 32 inputs is one block
     assert forms["palette"] == {"palette of uint4 indices"}
 
 

@@ -27,7 +27,11 @@ def step() -> Path:
     """A package with a step as its only function; coremltools compresses no others."""
 
     def make(out: Path) -> None:
-        save({MAIN: program(STEP, Quant.FP16, Mode.SHARED, Schedule.FUSED, KVWrite.SLICE, False)}, out, MAIN)
+        save(
+            {MAIN: program(STEP, Quant.FP16, Mode.SHARED, Schedule.FUSED, KVWrite.SLICE, False)},
+            out,
+            MAIN,
+        )
 
     return made_once("mil/step.mlpackage", make)
 
@@ -44,14 +48,18 @@ def compressed(path: Path, kind: str, folder: Path) -> Path:
 
     model = ct.models.MLModel(str(path), skip_model_load=True)
     if kind == "palette":
-        config = cto.OptimizationConfig(cto.OpPalettizerConfig(mode="uniform", nbits=4, weight_threshold=512))
+        config = cto.OptimizationConfig(
+            cto.OpPalettizerConfig(mode="uniform", nbits=4, weight_threshold=512)
+        )
         model = cto.palettize_weights(model, config)
     else:
         options = {
             "int8": {"dtype": "int8", "granularity": "per_channel"},
             "int4": {"dtype": "int4", "granularity": "per_block", "block_size": 32},
         }[kind]
-        quantizer = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=512, **options)
+        quantizer = cto.OpLinearQuantizerConfig(
+            mode="linear_symmetric", weight_threshold=512, **options
+        )
         model = cto.linear_quantize_weights(model, cto.OptimizationConfig(quantizer))
     target = folder / f"{kind}.mlpackage"
     model.save(str(target))
@@ -75,11 +83,15 @@ def test_compressed_weights_equal_coremltools(base: Path, kind: str, tmp_path: P
     for operation in reference.functions[MAIN].operations:
         if operation.op_type.startswith("constexpr_"):
             expected = operation.materialized_val_inference()
-            np.testing.assert_array_equal(plan.constants[operation.outputs[0].name], expected.astype(np.float32))
+            np.testing.assert_array_equal(
+                plan.constants[operation.outputs[0].name], expected.astype(np.float32)
+            )
             checked += 1
     assert checked >= 8
     kept = made._shared.values()
-    assert all(array.dtype == np.float32 for array in kept if array.size > 1024)  # not the codes beside it
+    assert all(
+        array.dtype == np.float32 for array in kept if array.size > 1024
+    )  # not the codes beside it
     logits = logits_of(opened.function(MAIN))
     found, plain = (_values(one, logits) for one in (made, Program(Package.open(base))))
     assert 0 < np.abs(found - plain).max() < np.abs(plain).max()
@@ -99,12 +111,18 @@ def _values(made: Program, name: str) -> np.ndarray:
 
 
 def test_functions_of_one_package_share_weights_and_states() -> None:
-    made, alone = Program(Package.open(package())), Program(Package.open(part(PLAIN, Quant.FP16)))
-    state, other = made.make_state(), alone.make_state()
+    made = Program(Package.open(package()))
+    alone = Program(Package.open(part(PLAIN, Quant.FP16)))
+    state = made.make_state()
+    other = alone.make_state()
     assert state.keys() == other.keys()
     for length in range(3):
         inputs = {ROOT: np.array([7 + length], np.int32), LENGTH: np.array([length], np.int32)}
-        together, apart = made.run(PLAIN, inputs, state), alone.run(PLAIN, inputs, other)
+        together = made.run(PLAIN, inputs, state)
+        apart = alone.run(PLAIN, inputs, other)
         assert all(np.array_equal(together[name], apart[name]) for name in apart)
-    weights = [{id(value) for value in made.plan(name).constants.values() if value.nbytes > 4096} for name in FUNCTIONS]
+    weights = [
+        {id(value) for value in made.plan(name).constants.values() if value.nbytes > 4096}
+        for name in FUNCTIONS
+    ]
     assert weights[0] & weights[1] & weights[2]

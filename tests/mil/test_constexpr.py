@@ -62,7 +62,11 @@ def test_lut_to_dense(blocks: list[tuple[int, int]], seed: int, bits: int) -> No
 
 def test_a_palette_of_vectors_is_refused() -> None:
     with pytest.raises(ExecutionError, match="palettes of vectors are not supported"):
-        run("constexpr_lut_to_dense", indices=np.zeros((2, 2), np.uint8), lut=np.zeros((1, 1, 4, 2), np.float16))
+        run(
+            "constexpr_lut_to_dense",
+            indices=np.zeros((2, 2), np.uint8),
+            lut=np.zeros((1, 1, 4, 2), np.float16),
+        )
 
 
 @given(seed=seeds, count=st.integers(0, 50), name=st.sampled_from(["int4", "uint4"]))
@@ -71,6 +75,10 @@ def test_packed_bits(seed: int, count: int, name: str) -> None:
 
     dtype = BY_NAME[name]
     low = -(1 << (dtype.bits - 1)) if dtype.storage.kind == "i" else 0
-    values = np.random.default_rng(seed).integers(low, low + (1 << dtype.bits), count).astype(dtype.storage)
+    values = (
+        np.random.default_rng(seed)
+        .integers(low, low + (1 << dtype.bits), count)
+        .astype(dtype.storage)
+    )
     packed = pack_elements_into_bits(values, dtype.bits) if count else np.empty(0, np.uint8)
     np.testing.assert_array_equal(decode(packed, dtype, count), values)

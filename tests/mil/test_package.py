@@ -39,13 +39,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     half = rng.standard_normal((8, 64)).astype(np.float16)
     scale = rng.uniform(0.1, 1, (8, 2)).astype(np.float16)
 
-    @mb.program(input_specs=[mb.TensorSpec(shape=(2, 64), dtype=types.fp16)], opset_version=ct.target.iOS18)
+    @mb.program(
+        input_specs=[mb.TensorSpec(shape=(2, 64), dtype=types.fp16)], opset_version=ct.target.iOS18
+    )
     def program(x: Any) -> Any:
         packed = mb.constexpr_blockwise_shift_scale(
             data=rng.integers(-8, 8, (8, 64)).astype(types.np_int4_dtype), scale=scale
         )
         sum_of_both = mb.add(x=mb.linear(x=x, weight=half), y=mb.linear(x=x, weight=packed))
-        wide = mb.add(x=mb.cast(x=sum_of_both, dtype="fp32"), y=rng.standard_normal((2, 8)).astype(np.float32))
+        wide = mb.add(
+            x=mb.cast(x=sum_of_both, dtype="fp32"), y=rng.standard_normal((2, 8)).astype(np.float32)
+        )
         return mb.identity(x=wide, name="y")
 
     path = tmp_path_factory.mktemp("whole") / "whole.mlpackage"
@@ -76,7 +80,9 @@ def _path(value: Any) -> Callable[[Path], None]:
 
 
 def edit_program(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    """Change the model file through coremltools' protobuf classes: ``change`` gets the operations of main."""
+    """Change the model file through coremltools' protobuf classes: ``change`` gets the operations
+    of main.
+    """
 
     def apply(package: Path) -> None:
         from coremltools.proto import Model_pb2
@@ -159,7 +165,10 @@ DAMAGE = {
     "path leaves": (_path("../../../etc/passwd"), "leaves the package"),
     "path is absolute": (_path("/etc/passwd"), "leaves the package"),
     "path is a number": (_path(7), "has no path"),
-    "model missing": (lambda p: (p / MODEL).unlink(), "model.mlmodel is named in Manifest.json but missing"),
+    "model missing": (
+        lambda p: (p / MODEL).unlink(),
+        "model.mlmodel is named in Manifest.json but missing",
+    ),
     "model cut": (_cut(MODEL, -40), "not a usable model file"),
     "model empty": (_cut(MODEL, 0), "holds no ML program"),
     "weights missing": (lambda p: (p / WEIGHTS).unlink(), "weight.bin: no such file"),
@@ -168,7 +177,10 @@ DAMAGE = {
     "weights of version 1": (_patch(WEIGHTS, 4, struct.pack("<I", 1)), "version 1, expected 2"),
     "no sentinel": (_patch(WEIGHTS, 64, b"\0\0\0\0"), "has no metadata"),
     "another type": (_patch(WEIGHTS, 68, struct.pack("<I", 14)), "is int32, expected int4"),
-    "a type from the future": (_patch(WEIGHTS, 68, struct.pack("<I", 99)), "of type 99, expected int4"),
+    "a type from the future": (
+        _patch(WEIGHTS, 68, struct.pack("<I", 99)),
+        "of type 99, expected int4",
+    ),
     "another size": (_patch(WEIGHTS, 72, struct.pack("<Q", 1 << 60)), "elements of int4 need"),
     "data far away": (_patch(WEIGHTS, 80, struct.pack("<Q", 1 << 62)), "cut short or edited"),
     "offset far away": (_blob_offset(1 << 40), "outside the file"),
@@ -176,7 +188,10 @@ DAMAGE = {
     "offset of nothing": (_blob_offset(128), "has no metadata"),
     "an enormous shape": (edit_program(_blob_shape), r"elements of \w+ need"),
     "an enormous axis": (edit_program(_blob_axis), "elements along one axis"),
-    "weight file leaves": (_blob_file("@model_path/../../../../elsewhere.bin"), "leaves the package"),
+    "weight file leaves": (
+        _blob_file("@model_path/../../../../elsewhere.bin"),
+        "leaves the package",
+    ),
     "weight file elsewhere": (_blob_file("/etc/passwd"), "does not begin with @model_path/"),
     "weight file is a link out": (_link_out, "through a link"),
     "an undefined name": (edit_program(_undefined), "reads 'nowhere' before it is defined"),
@@ -200,7 +215,9 @@ def test_a_path_that_is_no_package(tmp_path: Path) -> None:
 def test_an_unknown_operation_is_refused(package: Path) -> None:
     edit_program(_rename_op)(package)
     opened = Package.open(package)
-    with pytest.raises(UnsupportedOpError, match="function 'main', frobnicate '.*'.* is not supported"):
+    with pytest.raises(
+        UnsupportedOpError, match="function 'main', frobnicate '.*'.* is not supported"
+    ):
         Program(opened).plan("main")
 
 
@@ -218,7 +235,9 @@ def test_reader_and_interpreter_need_no_framework(whole: Path, repository: Path)
         f"Program(Package.open({str(whole)!r})).plan('main');"
         "print(sorted({'torch', 'coremltools'} & {name.split('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=repository, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=repository, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -259,7 +278,9 @@ fuzzed = settings(max_examples=150, suppress_health_check=[HealthCheck.function_
 
 @fuzzed
 @given(data=st.data())
-def test_flipped_bytes_never_end_in_a_traceback(whole: Path, package: Path, data: st.DataObject) -> None:
+def test_flipped_bytes_never_end_in_a_traceback(
+    whole: Path, package: Path, data: st.DataObject
+) -> None:
     """Any damage to the files gives a result or an error of ours, in little memory."""
     target = data.draw(st.sampled_from([MODEL, WEIGHTS]))
     content = bytearray((whole / target).read_bytes())

@@ -1,4 +1,6 @@
-"""What the compiler may share, overwrite and drop: the meaning of a program stays that of its values."""
+"""What the compiler may share, overwrite and drop: the meaning of a program stays that of its
+values.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_an_update_that_is_not_written_back_leaves_the_state(program: Any) -> No
 def test_a_state_set_to_an_input_is_a_copy(program: Any) -> None:
     def body(mb: Any, x: Any, s: Any, t: Any) -> Any:
         first = mb.coreml_update_state(state=s, value=x)
-        return mb.coreml_update_state(state=s, value=update(mb, first, 0, row(mb, mb.mul(x=x, y=np.float16(5))))), x
+        return mb.coreml_update_state(
+            state=s, value=update(mb, first, 0, row(mb, mb.mul(x=x, y=np.float16(5))))
+        ), x
 
     made, state = program(body)
     given = ONES.copy()
@@ -123,7 +127,8 @@ def test_two_states_of_one_value_part_again(program: Any) -> None:
 
 def test_swapped_states(program: Any) -> None:
     def body(mb: Any, x: Any, s: Any, t: Any) -> Any:
-        one, two = mb.read_state(input=s), mb.read_state(input=t)
+        one = mb.read_state(input=s)
+        two = mb.read_state(input=t)
         new = mb.coreml_update_state(state=s, value=mb.add(x=two, y=x))
         old = mb.coreml_update_state(state=t, value=one)
         return new, old
@@ -139,7 +144,10 @@ def test_an_update_by_its_own_rows(program: Any) -> None:
     def body(mb: Any, x: Any, s: Any, t: Any) -> Any:
         value = mb.coreml_update_state(state=s, value=mb.add(x=mb.read_state(input=s), y=x))
         moved = mb.slice_update(
-            x=value, update=mb.slice_by_index(x=value, begin=[0, 0], end=[3, 3]), begin=[1, 0], end=[4, 3]
+            x=value,
+            update=mb.slice_by_index(x=value, begin=[0, 0], end=[3, 3]),
+            begin=[1, 0],
+            end=[4, 3],
         )
         return mb.coreml_update_state(state=s, value=moved), x
 
@@ -152,7 +160,9 @@ def test_an_update_by_its_own_rows(program: Any) -> None:
 def test_outputs_do_not_change_with_the_state(program: Any) -> None:
     def body(mb: Any, x: Any, s: Any, t: Any) -> Any:
         read = mb.read_state(input=s)
-        return mb.coreml_update_state(state=s, value=mb.add(x=read, y=x)), mb.cast(x=x, dtype="fp32")
+        return mb.coreml_update_state(state=s, value=mb.add(x=read, y=x)), mb.cast(
+            x=x, dtype="fp32"
+        )
 
     made, state = program(body)
     first = made.run("main", {"x": ONES}, state)["y0"]
@@ -197,7 +207,9 @@ def test_an_error_names_operation_function_and_output(program: Any) -> None:
         return mb.gather(x=x, indices=index, axis=0, name="picked"), x
 
     made, state = program(body)
-    with pytest.raises(ExecutionError, match="function 'main', gather 'picked': index 9 is out of range for size 4"):
+    with pytest.raises(
+        ExecutionError, match="function 'main', gather 'picked': index 9 is out of range for size 4"
+    ):
         made.run("main", {"x": ONES * 9}, state)
 
 

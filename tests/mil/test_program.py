@@ -1,4 +1,6 @@
-"""An exported step, opened again: chained calls against the torch module it came from, and calls that do not fit."""
+"""An exported step, opened again: chained calls against the torch module it came from, and calls
+that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def program() -> Program:
 
 
 @pytest.fixture(scope="module", params=list(KVWrite), ids=lambda write: write.value)
-def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchDriver, Package]:
+def half(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TorchDriver, Package]:
     """The step of a model whose numbers float16 holds, so that a package has the same."""
     module = copy.deepcopy(model())
     with torch.no_grad():
@@ -40,22 +44,35 @@ def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             if value.is_floating_point():
                 value.copy_(value.half().float())
     path = tmp_path_factory.mktemp("half") / "step.mlpackage"
-    save({STEP: convert(STEP, module, GEOMETRY, Schedule.FUSED, CoreMLOptions(kv_write=request.param))}, path, STEP)
+    save(
+        {
+            STEP: convert(
+                STEP, module, GEOMETRY, Schedule.FUSED, CoreMLOptions(kv_write=request.param)
+            )
+        },
+        path,
+        STEP,
+    )
     driver = TorchDriver(module, TREE, TREE.width, Schedule.FUSED, GEOMETRY.context, GEOMETRY.chunk)
     return driver, Package.open(path)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("fp16", 1e-2)])
-def test_chained_steps_equal_torch(half: tuple[TorchDriver, Package], precision: str, tolerance: float) -> None:
+def test_chained_steps_equal_torch(
+    half: tuple[TorchDriver, Package], precision: str, tolerance: float
+) -> None:
     reference, opened = half
     program = Program(opened, precision)
     state = program.make_state()
     reference.cache.zero_()
-    length, root = 0, 3
+    length = 0
+    root = 3
     for i in range(6):
         drafts = [[1 + i, 2], [3, 4 + i]]
         inputs = {ROOT: [root], DRAFTS: drafts, LENGTH: [length]}
-        out = program.run(STEP, {name: np.array(value, np.int32) for name, value in inputs.items()}, state)
+        out = program.run(
+            STEP, {name: np.array(value, np.int32) for name, value in inputs.items()}, state
+        )
         expected = reference.step(root, drafts, length)
         assert out[TOKENS][: int(out[COUNT][0])].tolist() == expected.tokens[: expected.count]
         length, root = length + expected.count, expected.tokens[expected.count - 1]

@@ -1,7 +1,7 @@
 """The papers' equations, written out row by row and without a cache (2402.11131 eq. 1 to 4).
 
-``Literal`` recomputes a decoder of Llama's or Mistral's kind from the token sequence for every row, one attention sum
-at a time, with nothing of ssdevice in it but the weights.
+``Literal`` recomputes a decoder of Llama's or Mistral's kind from the token sequence for every row,
+one attention sum at a time, with nothing of ssdevice in it but the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class Literal:
     """
 
     def __init__(
-        self, hf: Any, weights: Mapping[str, Tensor], config: StreamConfig, streams: Mapping[str, Tensor]
+        self,
+        hf: Any,
+        weights: Mapping[str, Tensor],
+        config: StreamConfig,
+        streams: Mapping[str, Tensor],
     ) -> None:
         self.config = config
         self.hf = hf
@@ -31,8 +35,13 @@ class Literal:
         self.weights = {name: value.double() for name, value in weights.items()}
         self.streams = {name: value.double() for name, value in streams.items()}
         for i in range(config.draft_layers):
-            ours, theirs = f"own.layers.{i}.", f"model.layers.{hf.num_hidden_layers + i}."
-            own = {name.removeprefix(ours): value for name, value in self.streams.items() if name.startswith(ours)}
+            ours = f"own.layers.{i}."
+            theirs = f"model.layers.{hf.num_hidden_layers + i}."
+            own = {
+                name.removeprefix(ours): value
+                for name, value in self.streams.items()
+                if name.startswith(ours)
+            }
             self.weights |= {theirs + name: value for name, value in own.items()}
 
     def linear(self, layer: int, name: str, x: Tensor, stream: bool) -> Tensor:
@@ -55,26 +64,42 @@ class Literal:
         out = heads.clone()
         for i in range(dim // 2):
             angle = position * self.hf.rope_parameters["rope_theta"] ** (-2 * i / dim)
-            a, b = heads[:, i], heads[:, i + dim // 2]
+            a = heads[:, i]
+            b = heads[:, i + dim // 2]
             out[:, i] = a * math.cos(angle) - b * math.sin(angle)
             out[:, i + dim // 2] = b * math.cos(angle) + a * math.sin(angle)
         return out
 
     def layer(
-        self, layer: int, h: Sequence[Tensor], positions: Sequence[int], sees: Sequence[set[int]], main: int
+        self,
+        layer: int,
+        h: Sequence[Tensor],
+        positions: Sequence[int],
+        sees: Sequence[set[int]],
+        main: int,
     ) -> list[Tensor]:
-        """One decoder layer on rows ``h``, of which the first ``main`` are main rows; row i sees rows ``sees[i]``."""
-        heads, groups, dim = (
-            self.hf.num_attention_heads,
-            self.hf.num_attention_heads // self.hf.num_key_value_heads,
-            self.hf.head_dim,
-        )
-        q, k, v = [], [], []
+        """One decoder layer on rows ``h``, of which the first ``main`` are main rows; row i sees
+        rows ``sees[i]``.
+        """
+        heads = self.hf.num_attention_heads
+        groups = self.hf.num_attention_heads // self.hf.num_key_value_heads
+        dim = self.hf.head_dim
+        q = []
+        k = []
+        v = []
         for i, row in enumerate(h):
             x = self.norm(f"layers.{layer}.input_layernorm", row)
             stream = i >= main
-            q.append(self.rotate(self.linear(layer, "self_attn.q_proj", x, stream).view(-1, dim), positions[i]))
-            k.append(self.rotate(self.linear(layer, "self_attn.k_proj", x, stream).view(-1, dim), positions[i]))
+            q.append(
+                self.rotate(
+                    self.linear(layer, "self_attn.q_proj", x, stream).view(-1, dim), positions[i]
+                )
+            )
+            k.append(
+                self.rotate(
+                    self.linear(layer, "self_attn.k_proj", x, stream).view(-1, dim), positions[i]
+                )
+            )
             v.append(self.linear(layer, "self_attn.v_proj", x, stream).view(-1, dim))
         out = []
         for i, row in enumerate(h):
@@ -82,11 +107,20 @@ class Literal:
             seen = sorted(j for j in sees[i] if positions[i] - positions[j] < self.window)
             mixed = []
             for head in range(heads):
-                scores = torch.stack([q[i][head] @ k[j][head // groups] / math.sqrt(dim) for j in seen])
+                scores = torch.stack(
+                    [q[i][head] @ k[j][head // groups] / math.sqrt(dim) for j in seen]
+                )
                 weights = scores.softmax(0)
-                mixed.append(sum(w * v[j][head // groups] for w, j in zip(weights, seen, strict=True)))
+                mixed.append(
+                    sum(w * v[j][head // groups] for w, j in zip(weights, seen, strict=True))
+                )
             row = row + self.linear(layer, "self_attn.o_proj", torch.cat(mixed), stream)
-            out.append(row + self.mlp(layer, self.norm(f"layers.{layer}.post_attention_layernorm", row), stream))
+            out.append(
+                row
+                + self.mlp(
+                    layer, self.norm(f"layers.{layer}.post_attention_layernorm", row), stream
+                )
+            )
         return out
 
     def mlp(self, layer: int, x: Tensor, stream: bool) -> Tensor:
@@ -110,7 +144,8 @@ class Literal:
         for layer in range(first):
             h = self.layer(layer, h, positions, sees, t + 1)
             states.append(h)
-        # S_tj at layer N - N_s = f(M_t) + P_j (+ g of the chosen token), at position t + j (eq. 3 and 4).
+        # S_tj at layer N - N_s = f(M_t) + P_j (+ g of the chosen token), at position t + j (eq. 3
+        # and 4).
         final = h
         for layer in range(first, self.hf.num_hidden_layers):
             final = self.layer(layer, final, positions, sees, t + 1)
@@ -136,39 +171,61 @@ class Literal:
             h = self.layer(layer, h, positions, sees, t + 1)
         logits = [self.head(h[t])]
         for row in h[t + 1 :]:
-            logits.append(self.head(row, self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())]))
+            logits.append(
+                self.head(row, self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())])
+            )
         return logits[0], torch.stack(logits[1:])
 
     def own_logits(self, states: Sequence[Sequence[Tensor]], embedding: Tensor) -> Tensor:
-        """Logits ``[γ, V]`` of own layers: draft j of row t is a row at t + j, after the rows 1..t of fused states.
+        """Logits ``[γ, V]`` of own layers: draft j of row t is a row at t + j, after the rows 1..t
+        of fused states.
 
         ``states``: those of the rows after each of the base's layers.
         """
-        t, last = len(states[0]) - 1, len(states)
-        positions, sees = list(range(t + 1)), [set(range(i + 1)) for i in range(t + 1)]
+        t = len(states[0]) - 1
+        last = len(states)
+        positions = list(range(t + 1))
+        sees = [set(range(i + 1)) for i in range(t + 1)]
         taps = [states[round(last * share) - 1] for share in (0.27, 0.63, 1.0)]
-        fuse, embed, scales = (self.streams[f"own.{name}.weight"] for name in ("fuse", "embed", "embed_norm"))
+        fuse, embed, scales = (
+            self.streams[f"own.{name}.weight"] for name in ("fuse", "embed", "embed_norm")
+        )
         read = [
-            fuse @ torch.cat([self.scaled(self.streams[f"own.norms.{i}.weight"], tap[r]) for i, tap in enumerate(taps)])
+            fuse
+            @ torch.cat(
+                [
+                    self.scaled(self.streams[f"own.norms.{i}.weight"], tap[r])
+                    for i, tap in enumerate(taps)
+                ]
+            )
             for r in range(t + 1)
         ]
-        state, logits = read[t], list[Tensor]()
+        state = read[t]
+        logits = list[Tensor]()
         for j in range(1, self.config.gamma + 1):
-            read.append(state + embed @ self.scaled(scales, embedding) + self.streams["identifiers"][j - 1])
+            read.append(
+                state + embed @ self.scaled(scales, embedding) + self.streams["identifiers"][j - 1]
+            )
             positions.append(t + j)
             sees.append(set(range(t + j + 1)))
             out = read
             for layer in range(last, last + self.config.draft_layers):
                 out = self.layer(layer, out, positions, sees, t + 1)
             state = out[-1]
-            logits.append(self.weights["lm_head.weight"] @ self.scaled(self.streams["own.norm.weight"], state))
+            logits.append(
+                self.weights["lm_head.weight"] @ self.scaled(self.streams["own.norm.weight"], state)
+            )
             embedding = self.weights["model.embed_tokens.weight"][int(logits[-1].argmax())]
         return torch.stack(logits)
 
     def head(self, row: Tensor, before: Tensor | None = None) -> Tensor:
-        """Logits of a final state; ``before`` embeds the token before the one that a stream guesses."""
+        """Logits of a final state; ``before`` embeds the token before the one that a stream
+        guesses.
+        """
         x = self.norm("norm", row)
         if before is not None and self.config.follow_rank:
-            inner = torch.nn.functional.silu(self.streams["follow.down.weight"] @ torch.cat([x, before]))
+            inner = torch.nn.functional.silu(
+                self.streams["follow.down.weight"] @ torch.cat([x, before])
+            )
             x = x + self.streams["follow.up.weight"] @ inner
         return self.weights["lm_head.weight"] @ x

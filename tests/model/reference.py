@@ -1,10 +1,12 @@
-"""Reference decoding in torch: the modules that every export traces, driven by the loop of the runtime.
+"""Reference decoding in torch: the modules that every export traces, driven by the loop of the
+runtime.
 
-An answer ends, in plain and speculative decoding alike, after a stop token, at ``max_tokens``, or when the cache is
-full. A step may run while fewer than ``context`` tokens are committed, and only the first ``context - length`` of its
-tokens count. So a prompt of p tokens gives at most 1 + context - p tokens: one from prefill and one for each free row,
-the last of which never enters the cache. After every step the committed rows are those of the prompt and of all
-emitted tokens but the last.
+An answer ends, in plain and speculative decoding alike, after a stop token, at ``max_tokens``, or
+when the cache is full. A step may run while fewer than ``context`` tokens are committed, and only
+the first ``context - length`` of its tokens count. So a prompt of p tokens gives at most 1 +
+context - p tokens: one from prefill and one for each free row, the last of which never enters the
+cache. After every step the committed rows are those of the prompt and of all emitted tokens but the
+last.
 """
 
 from __future__ import annotations
@@ -31,12 +33,24 @@ class Decoded:
 
 
 class Reference:
-    """Decodes with one model, tree and schedule. ``plain`` and ``speculative`` give the same tokens."""
+    """Decodes with one model, tree and schedule.
+
+    ``plain`` and ``speculative`` give the same tokens.
+    """
 
     def __init__(
-        self, model: StreamModel, tree: Tree, k: int, schedule: Schedule, context: int, chunk: int = 64
+        self,
+        model: StreamModel,
+        tree: Tree,
+        k: int,
+        schedule: Schedule,
+        context: int,
+        chunk: int = 64,
     ) -> None:
-        self.model, self.tree, self.context, self.chunk = model, tree, context, chunk
+        self.model = model
+        self.tree = tree
+        self.context = context
+        self.chunk = chunk
         self.step = StepModule(model, tree, k, schedule)
         plain_model = model.plain()
         self.step_plain = StepModule(plain_model, Tree.root_only(), 1, Schedule.DEFERRED)
@@ -46,13 +60,16 @@ class Reference:
         """An empty cache for one conversation."""
         rows = self.context + max(self.chunk, self.tree.emitted)
         backbone = self.model.backbone
-        return Cache(torch.zeros(len(backbone.layers), 2, 1, backbone.kv_heads, rows, backbone.head_dim))
+        return Cache(
+            torch.zeros(len(backbone.layers), 2, 1, backbone.kv_heads, rows, backbone.head_dim)
+        )
 
     @torch.no_grad()
     def start(self, prompt: Sequence[int], cache: Cache) -> tuple[int, Tensor]:
         """Prefill: the first output token and the first drafts.
 
-        Raises InputError for an empty prompt, ContextOverflowError for one that does not fit what is left.
+        Raises InputError for an empty prompt, ContextOverflowError for one that does not fit what
+        is left.
         """
         if not prompt:
             raise InputError("the prompt is empty")
@@ -69,7 +86,9 @@ class Reference:
         return int(out.token), out.drafts
 
     @torch.no_grad()
-    def speculative(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> Decoded:
+    def speculative(
+        self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()
+    ) -> Decoded:
         """Greedy tokens with drafting, the stop token included."""
         cache = self.new_cache()
         first, drafts = self.start(prompt, cache)

@@ -66,7 +66,11 @@ def write(base: Path, folder: Path, config: StreamConfig) -> Streams:
     streams = fresh(base, config)
     hf_config = tiny_model("llama").config
     settings = AdapterSettings(
-        app="notes", streams=config, base=BaseIdentity.of(base, hf_config), instruction="Sum up.", training={"steps": 3}
+        app="notes",
+        streams=config,
+        base=BaseIdentity.of(base, hf_config),
+        instruction="Sum up.",
+        training={"steps": 3},
     )
     write_streams(folder, streams, settings)
     return streams
@@ -144,7 +148,9 @@ def test_damaged_weights_are_refused_and_change_nothing(
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"{}"])
-def test_a_file_that_is_not_safetensors_is_refused(base: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_safetensors_is_refused(
+    base: Path, tmp_path: Path, content: bytes
+) -> None:
     write(base, tmp_path, CONFIGS["shared"])
     (tmp_path / WEIGHTS).write_bytes(content)
     with pytest.raises(InputError, match="cannot be read as safetensors"):
@@ -187,7 +193,9 @@ def test_an_adapter_of_another_base_is_refused(
         ({"streams": {"gamma": 0}}, "gamma is 0, expected 1 to 32"),
     ],
 )
-def test_settings_are_strict(base: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_settings_are_strict(
+    base: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     write(base, tmp_path, CONFIGS["shared"])
     file = tmp_path / SETTINGS
     file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | change), "utf-8")
@@ -198,15 +206,24 @@ def test_settings_are_strict(base: Path, tmp_path: Path, change: dict[str, Any],
 def test_fewer_streams_than_trained_may_be_kept_but_not_more(base: Path, tmp_path: Path) -> None:
     write(base, tmp_path, CONFIGS["shared"])
     assert load(base, tmp_path, CONTEXT, gamma=2).model.gamma == 2
-    with pytest.raises(UnsupportedModelError, match="the tree needs 4 streams, the adapter was trained with 3"):
+    with pytest.raises(
+        UnsupportedModelError, match="the tree needs 4 streams, the adapter was trained with 3"
+    ):
         load(base, tmp_path, CONTEXT, gamma=4)
 
 
-def test_lossless_streams_over_a_lora_cannot_share_a_base_with_other_apps(base: Path, tmp_path: Path) -> None:
+def test_lossless_streams_over_a_lora_cannot_share_a_base_with_other_apps(
+    base: Path, tmp_path: Path
+) -> None:
     write(base, tmp_path, CONFIGS["lossless"])
     (tmp_path / PEFT_CONFIG).write_text("{}", "utf-8")
-    for refused in (lambda: AdapterWeights.read(tmp_path), lambda: AdapterFolder.open(tmp_path).check_apart()):
-        with pytest.raises(InputError, match="lossless streams over a LoRA cannot share a bundle .* by itself"):
+    for refused in (
+        lambda: AdapterWeights.read(tmp_path),
+        lambda: AdapterFolder.open(tmp_path).check_apart(),
+    ):
+        with pytest.raises(
+            InputError, match="lossless streams over a LoRA cannot share a bundle .* by itself"
+        ):
             refused()
 
 
@@ -214,13 +231,17 @@ def test_an_adapter_that_lacks_a_file_is_refused(base: Path, tmp_path: Path) -> 
     streams = fresh(base, config := replace(CONFIGS["shared"], lora_rank=2))
     identity = BaseIdentity.of(base, tiny_model("llama").config)
     write_streams(tmp_path, streams, AdapterSettings("notes", config, identity))
-    with pytest.raises(InputError, match="trained with a LoRA of rank 2, but there is no adapter_config.json"):
+    with pytest.raises(
+        InputError, match="trained with a LoRA of rank 2, but there is no adapter_config.json"
+    ):
         AdapterFolder.open(tmp_path)
     shared_with_lora(base, tmp_path)
     for lost, left in ((PEFT_CONFIG, PEFT_WEIGHTS), (SETTINGS, WEIGHTS)):
         kept = (tmp_path / lost).read_bytes()
         (tmp_path / lost).unlink()
-        with pytest.raises(InputError, match=f"{left} without {lost}; copy the whole adapter folder"):
+        with pytest.raises(
+            InputError, match=f"{left} without {lost}; copy the whole adapter folder"
+        ):
             load(base, tmp_path, CONTEXT)
         (tmp_path / lost).write_bytes(kept)
     assert AdapterFolder.open(tmp_path).has_lora
@@ -229,11 +250,16 @@ def test_an_adapter_that_lacks_a_file_is_refused(base: Path, tmp_path: Path) -> 
 def test_folders_that_are_no_adapters_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="absent: no such folder"):
         load(base, tmp_path / "absent", CONTEXT)
-    with pytest.raises(InputError, match="neither streams.json nor adapter_config.json; expected an adapter folder"):
+    with pytest.raises(
+        InputError, match="neither streams.json nor adapter_config.json; expected an adapter folder"
+    ):
         load(base, tmp_path, CONTEXT)
     (tmp_path / "default").mkdir()
     (tmp_path / "default" / PEFT_CONFIG).write_text("{}", "utf-8")
-    with pytest.raises(InputError, match=r"nor adapter_config.json \(that is in default\); expected an adapter folder"):
+    with pytest.raises(
+        InputError,
+        match=r"nor adapter_config.json \(that is in default\); expected an adapter folder",
+    ):
         load(base, tmp_path, CONTEXT)
     (tmp_path / PEFT_CONFIG).write_text("{}", "utf-8")
     with pytest.raises(InputError, match="peft_type is 'None', expected 'LORA'"):
@@ -243,7 +269,9 @@ def test_folders_that_are_no_adapters_are_refused(base: Path, tmp_path: Path) ->
 def test_a_lora_is_merged_into_main_and_stream_rows(base: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    lora = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    lora = get_peft_model(
+        tiny_model("llama"), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
     lora.save_pretrained(tmp_path)
     write(base, tmp_path, CONFIGS["shared"])
     merged = load(base, tmp_path, CONTEXT).model.backbone.layers[2].mlp.down_proj.weight
@@ -257,18 +285,25 @@ def test_a_lora_is_merged_into_main_and_stream_rows(base: Path, tmp_path: Path) 
 def shared_with_lora(base: Path, folder: Path, **options: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(**{"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **options})
+    config = LoraConfig(
+        **{"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    )
     get_peft_model(tiny_model("llama"), config).save_pretrained(folder)
     write(base, folder, CONFIGS["shared"])
 
 
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_alpha": 3}, {"rank_pattern": {"q_proj": 3}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True, "lora_alpha": 3}, {"rank_pattern": {"q_proj": 3}}]
+)
 def test_a_lora_beside_the_base_computes_what_a_merged_one_does(
     base: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     shared_with_lora(base, tmp_path, **options)
-    merged, apart = load(base, tmp_path, CONTEXT).model, load(base, tmp_path, CONTEXT, merge=False).model
-    linears = {name: part for name, part in apart.backbone.named_modules() if isinstance(part, LoraLinear)}
+    merged = load(base, tmp_path, CONTEXT).model
+    apart = load(base, tmp_path, CONTEXT, merge=False).model
+    linears = {
+        name: part for name, part in apart.backbone.named_modules() if isinstance(part, LoraLinear)
+    }
     assert len(linears) == 7 * merged.backbone.num_layers
     for name, part in linears.items():
         whole = merged.backbone.get_submodule(name)
@@ -276,8 +311,12 @@ def test_a_lora_beside_the_base_computes_what_a_merged_one_does(
         torch.testing.assert_close(part(x), whole(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "all"}, {"target_modules": ["embed_tokens"]}])
-def test_a_lora_that_cannot_stand_apart_is_refused(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"bias": "all"}, {"target_modules": ["embed_tokens"]}]
+)
+def test_a_lora_that_cannot_stand_apart_is_refused(
+    base: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     shared_with_lora(base, tmp_path, **options)
     with pytest.raises(UnsupportedModelError, match="slot"):
         load(base, tmp_path, CONTEXT, merge=False)

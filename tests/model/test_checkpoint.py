@@ -1,4 +1,6 @@
-"""The shipped checkpoint and adapters on real prompts: the tokens of transformers, with and without drafting."""
+"""The shipped checkpoint and adapters on real prompts: the tokens of transformers, with and without
+drafting.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.model.reference import Reference
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "models" / "base-7m"
 ADAPTERS = sorted(path.parent.name for path in (ROOT / "models" / "adapters").glob(f"*/{SETTINGS}"))
-CONTEXT, PROMPTS, NEW = 512, 4, 32
+CONTEXT = 512
+PROMPTS = 4
+NEW = 32
 
 pytestmark = pytest.mark.skipif(not BASE.is_dir(), reason="the tree holds no models/base-7m")
 
@@ -31,11 +35,17 @@ def prompts(data: Path, app: str, instruction: str) -> list[list[int]]:
 
 def test_the_base_decodes_as_transformers_does(shared_data: Path) -> None:
     stop = open_tokenizer(BASE).stop_ids
-    plain = Reference(load(BASE, None, CONTEXT).model, Tree.root_only(), 1, Schedule.DEFERRED, CONTEXT)
+    plain = Reference(
+        load(BASE, None, CONTEXT).model, Tree.root_only(), 1, Schedule.DEFERRED, CONTEXT
+    )
     hf = load_hf(BASE)
     for prompt in prompts(shared_data, "sql", "Write the SQL query."):
         expected = hf.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=list(stop), pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=list(stop),
+            pad_token_id=0,
         )
         assert plain.plain(prompt, NEW, stop).tokens == expected[0, len(prompt) :].tolist()
 
@@ -46,7 +56,9 @@ def test_the_base_decodes_as_transformers_does(shared_data: Path) -> None:
     [pytest.param(a, marks=pytest.mark.slow if "gsm8k" in a else ()) for a in ADAPTERS]
     or [pytest.param("none", marks=pytest.mark.skip("no adapters shipped"))],
 )
-def test_an_adapter_drafts_what_its_model_says(shared_data: Path, adapter: str, schedule: Schedule) -> None:
+def test_an_adapter_drafts_what_its_model_says(
+    shared_data: Path, adapter: str, schedule: Schedule
+) -> None:
     folder = ROOT / "models" / "adapters" / adapter
     settings = read_settings(folder)
     app = settings.app.split("-")[0]

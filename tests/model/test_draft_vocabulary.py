@@ -1,4 +1,6 @@
-"""A draft vocabulary: streams choose among a list of tokens, and what decoding emits stays the same."""
+"""A draft vocabulary: streams choose among a list of tokens, and what decoding emits stays the
+same.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from ssdevice.tree import Tree
 from tests.model.reference import Reference
 from tests.model.tiny import VOCAB, tiny_model
 
-CONFIG = StreamConfig(mode=Mode.LOSSLESS, gamma=3, msa_layers=2, adapter_rank=2, draft_vocabulary=20)
+CONFIG = StreamConfig(
+    mode=Mode.LOSSLESS, gamma=3, msa_layers=2, adapter_rank=2, draft_vocabulary=20
+)
 
 
 def model_of(config: StreamConfig) -> StreamModel:
@@ -29,7 +33,9 @@ def model_of(config: StreamConfig) -> StreamModel:
     model = build(tiny_model("llama"), config, 64).eval()
     assert model.streams is not None
     if config.draft_vocabulary:
-        picked = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[: config.draft_vocabulary]
+        picked = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[
+            : config.draft_vocabulary
+        ]
         model.streams.draft_ids.copy_(picked.sort().values)
         model.take_draft_rows()
     return model
@@ -43,7 +49,9 @@ def test_candidates_are_the_best_of_the_list() -> None:
     outside = torch.ones(VOCAB, dtype=torch.bool)
     outside[model.streams.draft_ids] = False
     node = torch.zeros(1, dtype=torch.int32)
-    assert torch.equal(model.best(s, node, node, 4), top_k(everywhere.masked_fill(outside, -1e9), 4))
+    assert torch.equal(
+        model.best(s, node, node, 4), top_k(everywhere.masked_fill(outside, -1e9), 4)
+    )
 
 
 def test_what_is_decoded_does_not_depend_on_the_list() -> None:
@@ -76,7 +84,9 @@ def test_the_list_goes_with_the_adapter(adapter: Path) -> None:
     assert torch.equal(model.draft_head.weight, expected.draft_head.weight)
 
 
-@pytest.mark.parametrize("ids", [[5] * 20, list(range(20))[::-1], [*range(19), VOCAB], [-1, *range(19)]])
+@pytest.mark.parametrize(
+    "ids", [[5] * 20, list(range(20))[::-1], [*range(19), VOCAB], [-1, *range(19)]]
+)
 def test_a_wrong_list_is_refused(adapter: Path, ids: list[int]) -> None:
     tensors = load_file(adapter / WEIGHTS)
     save_file({**tensors, "draft_ids": torch.tensor(ids, dtype=torch.int32)}, adapter / WEIGHTS)

@@ -25,16 +25,18 @@ from tests.model.torch_driver import TorchDriver
 
 CONTEXT = 40
 CHUNK = 5
-GAMMA, K = 3, 2
+GAMMA = 3
+K = 2
 TREE = Tree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 0, 1)])
 PROMPT = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(4)).tolist()
 SLIDING = {name for name, (_, values) in MODELS.items() if "sliding_window" in values}
 ROWS = 2e-5
 """How far rows may lie from plain decoding's, in parts of the largest value among them.
 
-Float32 sums in another order differ by parts of their largest term, and families differ in size: the squared ReLU of
-nemotron's MLP makes rows of 18 where phi has 8. Measured with AVX2 kernels and without: at most 5e-6 of the
-largest in every family. A row that read a wrong token is off by percents.
+Float32 sums in another order differ by parts of their largest term, and families differ in size:
+the squared ReLU of nemotron's MLP makes rows of 18 where phi has 8. Measured with AVX2 kernels and
+without: at most 5e-6 of the largest in every family. A row that read a wrong token is off by
+percents.
 """
 VARIANTS = {
     "shared": StreamConfig(mode=Mode.SHARED, gamma=GAMMA, msa_layers=2, init_rank=3),
@@ -49,7 +51,9 @@ BASES = {name: tiny_model(name) for name in MODELS}
 
 def wrapped(name: str, variant: str | None) -> StreamModel:
     """A StreamModel over a copy of the base, its streams and adapters random and far from zero."""
-    model = build(copy.deepcopy(BASES[name]), VARIANTS[variant] if variant else None, CONTEXT).eval()
+    model = build(
+        copy.deepcopy(BASES[name]), VARIANTS[variant] if variant else None, CONTEXT
+    ).eval()
     if model.streams is not None:
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
@@ -65,7 +69,9 @@ def fits(name: str, variant: str) -> bool:
 
 WIDE = pytest.mark.wide
 EVERY = ("llama", "gemma3_text", "qwen3", "opt-before")
-"""Families that `make test` decodes, in every variant; `make wide` the rest, in one variant, slow tests in all."""
+"""Families that `make test` decodes, in every variant; `make wide` the rest, in one variant, slow
+tests in all.
+"""
 CASES = [(name, variant) for name in MODELS for variant in VARIANTS if fits(name, variant)]
 
 
@@ -91,9 +97,13 @@ def test_every_family_of_the_table_is_tested() -> None:
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_logits_are_those_of_transformers_at_every_position(name: str) -> None:
-    tokens = torch.randint(0, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(6)).tolist()
+    tokens = torch.randint(
+        0, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(6)
+    ).tolist()
     expected = BASES[name](torch.tensor([tokens]), use_cache=False).logits[0]
-    assert expected.softmax(-1).max(-1).values.mean() > 5 / VOCAB  # far from uniform, so that 1e-4 says something
+    assert (
+        expected.softmax(-1).max(-1).values.mean() > 5 / VOCAB
+    )  # far from uniform, so that 1e-4 says something
     model = wrapped(name, None)
     sliding = [window for window in model.backbone.windows() if window is not None]
     assert sliding == ([WINDOW] if name in SLIDING else [])
@@ -109,7 +119,9 @@ def test_logits_are_those_of_transformers_at_every_position(name: str) -> None:
                     driver.prefill(tokens[at : at + chunk], at)
         modes[mode] = model.backbone.head(torch.cat(hidden, dim=1))[0, :CONTEXT]
     for mode, logits in modes.items():
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4, msg=lambda text, mode=mode: f"{mode}: {text}")
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=1e-4, msg=lambda text, mode=mode: f"{mode}: {text}"
+        )
 
 
 @dataclass
@@ -135,14 +147,17 @@ def record_streams(model: StreamModel) -> Recorded:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        case if case[0] in EVERY else pytest.param(*case, marks=WIDE if case[1] == "lossless" else pytest.mark.slow)
+        case
+        if case[0] in EVERY
+        else pytest.param(*case, marks=WIDE if case[1] == "lossless" else pytest.mark.slow)
         for case in CASES
     ],
 )
 def test_oracle_drafts_decode_as_plain_decoding_in_both_schedules(name: str, variant: str) -> None:
     model = wrapped(name, variant)
     recorded = record_streams(model)
-    states, drafts = [], []
+    states = []
+    drafts = []
     for schedule in Schedule:
         recorded.states = []
         driver = TorchDriver(model, TREE, K, schedule, CONTEXT, CHUNK)
@@ -159,21 +174,30 @@ def test_oracle_drafts_decode_as_plain_decoding_in_both_schedules(name: str, var
     assert same >= len(drafts[0]) - 1
 
 
-@pytest.mark.parametrize("name", [name if name in EVERY else pytest.param(name, marks=WIDE) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY else pytest.param(name, marks=WIDE) for name in MODELS]
+)
 def test_draft_layers_of_every_family_decode_as_plain_decoding(name: str) -> None:
-    config = StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=1)
+    config = StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=1
+    )
     model = build(copy.deepcopy(BASES[name]), config, CONTEXT).eval()
-    base, own, seen = wrapped(name, None), model.own, list[list[list[int]]]()
+    base = wrapped(name, None)
+    own = model.own
+    seen = list[list[list[int]]]()
     assert own is not None
     with torch.no_grad():
         for linear in (own.fuse, own.embed):
-            linear.weight.copy_(0.4 * torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(2)))
+            linear.weight.copy_(
+                0.4 * torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(2))
+            )
     for each in (base, model):
         driver = TorchDriver(each, TREE, K, Schedule.DEFERRED, CONTEXT, CHUNK)
         if each is model:
             facts = drive(driver, PROMPT, seed=1)
             check(facts, driver, row_tolerance=ROWS * facts.row_size, perturbation_tolerance=0.0)
-        token, tokens = driver.prefill(PROMPT[:CHUNK], 0)[0], []
+        token = driver.prefill(PROMPT[:CHUNK], 0)[0]
+        tokens = []
         for i in range(4):
             token = driver.plain(token, CHUNK + i)
             tokens.append([token])
@@ -183,23 +207,31 @@ def test_draft_layers_of_every_family_decode_as_plain_decoding(name: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [case if case[0] in EVERY else pytest.param(*case, marks=WIDE) for case in CASES if case[1] != "shared"],
+    [
+        case if case[0] in EVERY else pytest.param(*case, marks=WIDE)
+        for case in CASES
+        if case[1] != "shared"
+    ],
 )
 @torch.no_grad()
 def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
-    base, model = wrapped(name, None), wrapped(name, variant)
+    base = wrapped(name, None)
+    model = wrapped(name, variant)
     other = wrapped(name, variant)
     assert other.streams is not None
     for value in other.streams.parameters():
         value.mul_(-3)
     # Where no stream row is in the call, every bit is the base's.
-    drivers = [TorchDriver(m, TREE, K, Schedule.FUSED, CONTEXT, CHUNK) for m in (base, model, other)]
+    drivers = [
+        TorchDriver(m, TREE, K, Schedule.FUSED, CONTEXT, CHUNK) for m in (base, model, other)
+    ]
     roots = [driver.prefill(PROMPT[:CHUNK], 0)[0] for driver in drivers]
     tokens = [driver.plain(root, CHUNK) for driver, root in zip(drivers, roots, strict=True)]
     assert len(set(roots)) == len(set(tokens)) == 1
     committed = [torch.from_numpy(driver.rows(0, CHUNK + 1)) for driver in drivers]
     assert torch.equal(committed[0], committed[1]) and torch.equal(committed[0], committed[2])
-    # Where stream rows run beside main rows, no stream parameter reaches a main row, whichever rows are committed.
+    # Where stream rows run beside main rows, no stream parameter reaches a main row, whichever rows
+    # are committed.
     length = CHUNK + 1
     truth = [tokens[0], *([0] * TREE.emitted)]
     for depth in range(TREE.emitted):
@@ -213,5 +245,7 @@ def test_lossless_leaves_main_rows_alone(name: str, variant: str) -> None:
         assert outs[0].tokens == outs[1].tokens
         rows = [driver.rows(length, length + outs[0].count) for driver in drivers[1:]]
         assert np.array_equal(rows[0], rows[1])
-        np.testing.assert_allclose(rows[0], plain_rows[:, :, :, :, : outs[0].count], rtol=0, atol=close)
+        np.testing.assert_allclose(
+            rows[0], plain_rows[:, :, :, :, : outs[0].count], rtol=0, atol=close
+        )
         assert outs[0].drafts != outs[1].drafts  # the parameters do something

@@ -1,4 +1,6 @@
-"""A LoRA of PEFT is loaded whole: no tensor of its file is left out, and none that the model expects is made up."""
+"""A LoRA of PEFT is loaded whole: no tensor of its file is left out, and none that the model
+expects is made up.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def with_a_layer_more(tensors: Tensors) -> Tensors:
 
 def write(folder: Path, **options: Any) -> Any:
     """A random LoRA in a folder; returns PEFT's model."""
-    config = LoraConfig(**{"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **options})
+    config = LoraConfig(
+        **{"r": 2, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    )
     wrapped = get_peft_model(tiny_model("llama"), config)
     with torch.no_grad():
         for value in wrapped.parameters():
@@ -53,13 +57,22 @@ def write(folder: Path, **options: Any) -> Any:
             renamed("model.model.layers", "model.model.language_model.layers"),
             "language_model.* is unknown, and 41 more",
         ),
-        (without_a_layer, r"'base_model.model.model.layers.1.mlp.down_proj.lora_A.weight' is missing, and 13 more"),
-        (with_a_layer_more, r"'base_model.model.model.layers.9.mlp.down_proj.lora_A.weight' is unknown, and 13 more"),
+        (
+            without_a_layer,
+            r"'base_model.model.model.layers.1.mlp.down_proj.lora_A.weight' is missing, and 13 more",
+        ),
+        (
+            with_a_layer_more,
+            r"'base_model.model.model.layers.9.mlp.down_proj.lora_A.weight' is unknown, and 13 more",
+        ),
     ],
 )
 @pytest.mark.parametrize("use", [merge_lora, attach_lora])
 def test_tensors_that_do_not_fit_the_model_are_refused(
-    tmp_path: Path, change: Callable[[Tensors], Tensors], message: str, use: Callable[[Any, Path], Any]
+    tmp_path: Path,
+    change: Callable[[Tensors], Tensors],
+    message: str,
+    use: Callable[[Any, Path], Any],
 ) -> None:
     write(tmp_path)
     file = tmp_path / PEFT_WEIGHTS
@@ -69,7 +82,8 @@ def test_tensors_that_do_not_fit_the_model_are_refused(
         use(tiny_model("llama"), tmp_path)
 
 
-HEAD, EMBEDDING = {"target_modules": ["lm_head", "v_proj"]}, {"target_modules": ["embed_tokens", "v_proj"]}
+HEAD = {"target_modules": ["lm_head", "v_proj"]}
+EMBEDDING = {"target_modules": ["embed_tokens", "v_proj"]}
 OPTIONS: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
     {"target_modules": ["up_proj"], "layers_to_transform": [1]},
@@ -121,7 +135,9 @@ def test_every_kind_of_lora_computes_what_peft_computes_without_merging(
 
 
 @pytest.mark.parametrize("options", [*OPTIONS[:2], HEAD], ids=str)
-def test_a_plain_lora_of_linears_can_stay_beside_the_base(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_plain_lora_of_linears_can_stay_beside_the_base(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     write(tmp_path, **options)
     attach_lora(tiny_model("llama"), tmp_path)
 
@@ -129,10 +145,16 @@ def test_a_plain_lora_of_linears_can_stay_beside_the_base(tmp_path: Path, option
 TOKENS = {"trainable_token_indices": [3, 5]}
 
 
-@pytest.mark.parametrize("options", [{**TOKENS, **HEAD}, {**TOKENS, "modules_to_save": ["lm_head"]}], ids=str)
-def test_layers_that_peft_leaves_unmerged_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{**TOKENS, **HEAD}, {**TOKENS, "modules_to_save": ["lm_head"]}], ids=str
+)
+def test_layers_that_peft_leaves_unmerged_are_refused(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     write(tmp_path, **options)
-    with pytest.raises(InputError, match="PEFT does not merge lm_head, which the adapter changes in two ways"):
+    with pytest.raises(
+        InputError, match="PEFT does not merge lm_head, which the adapter changes in two ways"
+    ):
         merge_lora(tiny_model("llama"), tmp_path)
 
 
@@ -141,11 +163,15 @@ def test_names_with_peft_s_name_of_the_adapter_are_taken(tmp_path: Path) -> None
     file = tmp_path / PEFT_WEIGHTS
     save_file(renamed(".weight", ".default.weight")(load_file(file)), file)
     found = merge_lora(tiny_model("llama"), tmp_path)
-    assert torch.equal(found.model.layers[2].mlp.down_proj.weight, expected.model.layers[2].mlp.down_proj.weight)
+    assert torch.equal(
+        found.model.layers[2].mlp.down_proj.weight, expected.model.layers[2].mlp.down_proj.weight
+    )
 
 
 @pytest.mark.parametrize("name", ["sql-shared", "gsm8k-shared", "e2e-shared"])
 def test_shipped_adapters_fit(repository: Path, name: str) -> None:
     from ssdevice.model.loading import load_hf
 
-    merge_lora(load_hf(repository / "models" / "base-7m"), repository / "models" / "adapters" / name)
+    merge_lora(
+        load_hf(repository / "models" / "base-7m"), repository / "models" / "adapters" / name
+    )

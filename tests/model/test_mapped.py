@@ -22,10 +22,13 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family_loads_the_same_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_loads_the_same_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LARGE", 1)
     tiny_model(name).to(torch.bfloat16).save_pretrained(tmp_path)
-    usual, other = load_hf(tmp_path), load_hf(tmp_path, scratch=tmp_path)
+    usual = load_hf(tmp_path)
+    other = load_hf(tmp_path, scratch=tmp_path)
     for kind in ("named_parameters", "named_buffers"):
         wanted = dict(getattr(usual, kind)())
         found = dict(getattr(other, kind)())
@@ -39,7 +42,10 @@ def test_a_checkpoint_in_several_files_is_loaded_whole(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     wanted = load_hf(tmp_path).state_dict()
-    assert all(torch.equal(wanted[k], v) for k, v in load_hf(tmp_path, scratch=tmp_path).state_dict().items())
+    assert all(
+        torch.equal(wanted[k], v)
+        for k, v in load_hf(tmp_path, scratch=tmp_path).state_dict().items()
+    )
 
 
 def test_values_and_changes_survive_their_release_and_no_file_is_left(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_a_configuration_that_does_not_fit_its_tensors_is_refused(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_weights_that_are_not_finite_are_refused(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
     weights = {name: tensor.to(dtype) for name, tensor in WEIGHTS.items()}
     weights["x.q_proj.lora_B.weight"][3, 1] = value
     with pytest.raises(InputError, match="'x.q_proj.lora_B.weight' has values that are not finite"):

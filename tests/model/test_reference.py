@@ -1,4 +1,6 @@
-"""Reference decoding: transformers' greedy tokens, the same with drafting, and one rule for where an answer ends."""
+"""Reference decoding: transformers' greedy tokens, the same with drafting, and one rule for where
+an answer ends.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.model.reference import Reference, until
 from tests.model.tiny import VOCAB, tiny_model
 
 CONTEXT = 40
-GAMMA, K = 3, 2
+GAMMA = 3
+K = 2
 TREE = Tree.full(2, 3)
 PROMPT = torch.randint(0, VOCAB, (13,), generator=torch.Generator().manual_seed(3)).tolist()
 BASE = tiny_model("llama")
@@ -41,7 +44,8 @@ class WatchedReference(Reference):
 
     def draft_from(self, prompt: Sequence[int], truth: Sequence[int], seed: int | None) -> None:
         """From now on drafts are right along a random path (``seed``) or everywhere (None)."""
-        step, rng = self.step, random.Random(seed)
+        step = self.step
+        rng = random.Random(seed)
 
         def oracle(root: Tensor, drafts: Tensor, length: Tensor, past: Past) -> Step:
             ahead = truth[int(length) - len(prompt) + 1 :]
@@ -57,7 +61,9 @@ class WatchedReference(Reference):
 
 
 def test_plain_decoding_is_transformers_greedy_generation() -> None:
-    expected = BASE.generate(torch.tensor([PROMPT]), max_new_tokens=CONTEXT - 13, do_sample=False, pad_token_id=0)
+    expected = BASE.generate(
+        torch.tensor([PROMPT]), max_new_tokens=CONTEXT - 13, do_sample=False, pad_token_id=0
+    )
     tokens = WatchedReference(Schedule.DEFERRED).plain(PROMPT, CONTEXT - 13).tokens
     assert tokens == expected[0, 13:].tolist()
     assert len(set(tokens)) > 5
@@ -90,7 +96,8 @@ def test_max_tokens_ends_both_at_the_same_token(max_tokens: int) -> None:
     reference = WatchedReference(Schedule.DEFERRED)
     truth = reference.plain(PROMPT, 100).tokens
     reference.draft_from(PROMPT, truth, None)
-    plain, result = reference.plain(PROMPT, max_tokens), reference.speculative(PROMPT, max_tokens)
+    plain = reference.plain(PROMPT, max_tokens)
+    result = reference.speculative(PROMPT, max_tokens)
     assert result.tokens == plain.tokens == truth[:max_tokens]
     assert sum(result.steps) == max_tokens - 1
     assert reference.cache is not None and reference.cache.length == len(PROMPT) + max_tokens - 1
@@ -102,10 +109,14 @@ def test_a_stop_token_ends_both_even_inside_an_accepted_run(place: int) -> None:
     truth = reference.plain(PROMPT, 100).tokens
     stop = (truth[place], VOCAB - 1)
     reference.draft_from(PROMPT, truth, None)
-    plain, result = reference.plain(PROMPT, 100, stop), reference.speculative(PROMPT, 100, stop)
+    plain = reference.plain(PROMPT, 100, stop)
+    result = reference.speculative(PROMPT, 100, stop)
     assert result.tokens == plain.tokens == truth[: truth.index(truth[place]) + 1]
     # The stop token is not committed: a next turn's prefill begins with it.
-    assert reference.cache is not None and reference.cache.length == len(PROMPT) + len(result.tokens) - 1
+    assert (
+        reference.cache is not None
+        and reference.cache.length == len(PROMPT) + len(result.tokens) - 1
+    )
 
 
 def test_an_answer_continues_from_its_committed_rows() -> None:
@@ -123,7 +134,10 @@ def test_prompts_that_cannot_be_used_are_refused() -> None:
     reference = WatchedReference(Schedule.DEFERRED)
     with pytest.raises(InputError, match="the prompt is empty"):
         reference.plain([], 5)
-    with pytest.raises(ContextOverflowError, match="the prompt has 41 tokens, but of a context of 40 only 40 are left"):
+    with pytest.raises(
+        ContextOverflowError,
+        match="the prompt has 41 tokens, but of a context of 40 only 40 are left",
+    ):
         reference.speculative([1] * (CONTEXT + 1), 5)
 
 

@@ -43,7 +43,11 @@ def configured(folder: Path, **values: object) -> Path:
 def test_values_that_are_not_finite_are_refused_by_name(
     tmp_path: Path, value: float, family: str, kind: torch.dtype
 ) -> None:
-    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.norm.weight",
+    ):
 
         def put(weights: dict[str, Tensor], name: str = name) -> None:
             weights[name].view(-1)[-1] = value
@@ -62,28 +66,42 @@ def test_the_largest_values_of_a_type_are_finite(tmp_path: Path) -> None:
     load_hf(tmp_path, scratch=tmp_path)
 
 
-FINE_GRAINED: Change = lambda w: w.update({f"{k}_scale_inv": torch.ones(1, 1) for k in list(w) if "_proj.weight" in k})  # noqa: E731
+FINE_GRAINED: Change = lambda w: w.update(  # noqa: E731
+    {f"{k}_scale_inv": torch.ones(1, 1) for k in list(w) if "_proj.weight" in k}
+)
 
 
 @pytest.mark.parametrize(
     ("change", "name"),
     [
         (FINE_GRAINED, r"model.layers.0.mlp.down_proj.weight_scale_inv and 20 more tensors"),
-        (lambda w: w.update({"model.layers.2.mlp.up_proj.lora_A.weight": torch.ones(2, 32)}), "lora_A.weight"),
-        (lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight and 0 more"),
+        (
+            lambda w: w.update({"model.layers.2.mlp.up_proj.lora_A.weight": torch.ones(2, 32)}),
+            "lora_A.weight",
+        ),
+        (
+            lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}),
+            "q_norm.weight and 0 more",
+        ),
         (lambda w: w.update({"score.weight": torch.ones(1, 32)}), "score.weight"),
     ],
 )
-def test_tensors_that_the_model_does_not_read_are_refused(tmp_path: Path, change: Change, name: str) -> None:
+def test_tensors_that_the_model_does_not_read_are_refused(
+    tmp_path: Path, change: Change, name: str
+) -> None:
     changed(tmp_path, change)
     for values in (True, False):
-        with pytest.raises(InputError, match=f"the model does not read {'.*' if name[0] != 'm' else ''}{name}"):
+        with pytest.raises(
+            InputError, match=f"the model does not read {'.*' if name[0] != 'm' else ''}{name}"
+        ):
             load_base(tmp_path, values=values)
 
 
 def test_biases_that_the_config_does_not_know_are_refused(tmp_path: Path) -> None:
     configured(changed(tmp_path, lambda w: None), attention_bias=False)
-    with pytest.raises(InputError, match=r"does not read model.layers.0.self_attn.k_proj.bias and 11 more"):
+    with pytest.raises(
+        InputError, match=r"does not read model.layers.0.self_attn.k_proj.bias and 11 more"
+    ):
         load_hf(tmp_path)
 
 
@@ -104,30 +122,57 @@ def test_tensors_that_no_decoder_of_text_reads_are_notes(tmp_path: Path) -> None
         base = load_base(tmp_path, values=values)
         said = "\n".join(base.notes)
         assert len(base.notes) == 4
-        for name in ("self_attn.masked_bias", "mtp.layers.0", "vision_tower.patch", "v_head.summary"):
+        for name in (
+            "self_attn.masked_bias",
+            "mtp.layers.0",
+            "vision_tower.patch",
+            "v_head.summary",
+        ):
             assert name in said and not any(name in key for key in base.parameters)
         assert "inv_freq" not in said  # the library knows it
     expected = tiny_model("llama").state_dict()
-    assert all(torch.equal(expected[key], value) for key, value in load_hf(tmp_path).state_dict().items())
+    assert all(
+        torch.equal(expected[key], value) for key, value in load_hf(tmp_path).state_dict().items()
+    )
 
 
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
+@pytest.mark.parametrize(
+    "kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32]
+)
 def test_types_of_quantized_weights_are_refused_by_name(tmp_path: Path, kind: torch.dtype) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     changed(tmp_path, lambda weights: weights.update({name: weights[name].to(kind)}))
-    with pytest.raises(InputError, match=rf"{name} is stored as [A-Z0-9_]+, as quantized weights are.*the unquantized"):
+    with pytest.raises(
+        InputError,
+        match=rf"{name} is stored as [A-Z0-9_]+, as quantized weights are.*the unquantized",
+    ):
         load_hf(tmp_path)
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    **{name: {"quant_method": name, "bits": 4} for name in (
-        "gptq", "awq", "hqq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "torchao", "quanto", "aqlm", "bitnet",
-        "auto-round", "modelopt", "a-method-of-next-year",
-    )},
+    **{
+        name: {"quant_method": name, "bits": 4}
+        for name in (
+            "gptq",
+            "awq",
+            "hqq",
+            "compressed-tensors",
+            "fp8",
+            "fbgemm_fp8",
+            "mxfp4",
+            "torchao",
+            "quanto",
+            "aqlm",
+            "bitnet",
+            "auto-round",
+            "modelopt",
+            "a-method-of-next-year",
+        )
+    },
     "bitsandbytes": {"load_in_4bit": True},
     "an unnamed method to 4 bits": {"group_size": 64, "bits": 4},
     "an unnamed method": {"mode": "affine"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,7 +185,8 @@ def test_a_quantized_checkpoint_is_refused_by_its_method(tmp_path: Path, method:
     ):
         configured(tmp_path, **{key: config})
         with pytest.raises(
-            InputError, match=rf"quantized by {method} \(.*config.json\): .* needs the unquantized model"
+            InputError,
+            match=rf"quantized by {method} \(.*config.json\): .* needs the unquantized model",
         ):
             load_hf(tmp_path)
         configured(tmp_path, **{key: None})
@@ -155,7 +201,9 @@ def test_a_quantized_checkpoint_is_refused_by_its_method(tmp_path: Path, method:
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "NVFP4"),
     ],
 )
-def test_files_of_converters_say_it_too(tmp_path: Path, file: str, content: object, method: str) -> None:
+def test_files_of_converters_say_it_too(
+    tmp_path: Path, file: str, content: object, method: str
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"quantized by {method} \({file}\)"):
@@ -165,7 +213,8 @@ def test_files_of_converters_say_it_too(tmp_path: Path, file: str, content: obje
 @pytest.mark.parametrize("name", MODELS)
 def test_without_values_every_family_has_the_same_tensors(tmp_path: Path, name: str) -> None:
     tiny_model(name).save_pretrained(tmp_path)
-    planned, loaded = load_base(tmp_path, values=False), load_base(tmp_path)
+    planned = load_base(tmp_path, values=False)
+    loaded = load_base(tmp_path)
     found = {key: value.shape for key, value in planned.hf.state_dict().items()}
     assert found == {key: value.shape for key, value in loaded.hf.state_dict().items()}
     assert all(tensor.is_meta for tensor in planned.hf.parameters())
@@ -173,15 +222,31 @@ def test_without_values_every_family_has_the_same_tensors(tmp_path: Path, name: 
     assert sum(planned.parameters.values()) == sum(p.numel() for p in loaded.hf.parameters())
 
 
-def test_of_a_repository_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_repository_only_what_is_read_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
-    wanted = {"config.json", "model.safetensors.index.json", "tokenizer.model", "a.safetensors", "b.safetensors"}
-    remote = {*wanted, "consolidated.safetensors", "original/model.pth", "model.fp16.safetensors", "pytorch_model.bin"}
+    wanted = {
+        "config.json",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+        "a.safetensors",
+        "b.safetensors",
+    }
+    remote = {
+        *wanted,
+        "consolidated.safetensors",
+        "original/model.pth",
+        "model.fp16.safetensors",
+        "pytorch_model.bin",
+    }
     content = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}
 
     def download(repository: str, allow_patterns: list[str]) -> str:
-        for name in huggingface_hub.utils.filter_repo_objects(remote, allow_patterns=allow_patterns):
+        for name in huggingface_hub.utils.filter_repo_objects(
+            remote, allow_patterns=allow_patterns
+        ):
             (tmp_path / name).write_text(json.dumps(content))
         return str(tmp_path)
 

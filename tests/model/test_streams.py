@@ -17,7 +17,8 @@ from tests.model.literal import Literal
 from tests.model.tiny import LAYERS, VOCAB, tiny_model
 from tests.model.torch_driver import TorchDriver, int32
 
-GAMMA, K = 3, 2
+GAMMA = 3
+K = 2
 TREE = Tree.of([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)])
 CONTEXT = 32
 BASE = tiny_model("mistral")
@@ -25,12 +26,23 @@ PROMPT = torch.randint(0, VOCAB, (11,), generator=torch.Generator().manual_seed(
 CONFIGS = {
     "shared": StreamConfig(gamma=GAMMA, msa_layers=2),
     "shared, one layer, f of rank 2": StreamConfig(gamma=GAMMA, msa_layers=1, init_rank=2),
-    "lossless, beside the MLP": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3),
+    "lossless, beside the MLP": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3
+    ),
     "lossless, for the MLP": StreamConfig(
-        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, init_rank=2, stream_mlp=StreamMLP.ADAPTER
+        mode=Mode.LOSSLESS,
+        gamma=GAMMA,
+        msa_layers=2,
+        adapter_rank=3,
+        init_rank=2,
+        stream_mlp=StreamMLP.ADAPTER,
     ),
     "lossless, only adapters for the MLP": StreamConfig(
-        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, stream_mlp=StreamMLP.ADAPTER_ONLY
+        mode=Mode.LOSSLESS,
+        gamma=GAMMA,
+        msa_layers=2,
+        adapter_rank=3,
+        stream_mlp=StreamMLP.ADAPTER_ONLY,
     ),
     "lossless, seeing the chosen token": StreamConfig(
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, init_rank=2, token_rank=2
@@ -40,9 +52,15 @@ CONFIGS = {
         mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=2, adapter_rank=3, token_rank=2, follow_rank=3
     ),
     "heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3),
-    "following heads": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2),
-    "draft layers": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=1),
-    "two draft layers": StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=2),
+    "following heads": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=3, follow_rank=2
+    ),
+    "draft layers": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=1
+    ),
+    "two draft layers": StreamConfig(
+        mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=0, adapter_rank=0, draft_layers=2
+    ),
 }
 
 
@@ -89,7 +107,8 @@ def test_drafts_of_prefill_and_both_schedules_are_those_of_the_equations(name: s
     # Node 5 is (1, 1): make its path true, so that it is the end node.
     first = int(literal.stream_logits([*PROMPT, root])[0].argmax())
     second = int(literal.stream_logits([*PROMPT, root, first])[0].argmax())
-    given[0][1], given[1][1] = first, second
+    given[0][1] = first
+    given[1][1] = second
     after, expected_next = literal.stream_logits([*PROMPT, root, first, second])
 
     for schedule in [Schedule.DEFERRED] if CONFIGS[name].waits else Schedule:
@@ -111,14 +130,18 @@ def test_fused_streams_of_every_node_are_those_of_the_equations() -> None:
     driver = TorchDriver(model, TREE, K, Schedule.FUSED, CONTEXT, chunk=len(PROMPT))
     driver.prefill(PROMPT, 0)
     seen: list[Tensor] = []
-    handle = model.backbone.layers[-1].register_forward_hook(lambda module, args, out: seen.append(out))
+    handle = model.backbone.layers[-1].register_forward_hook(
+        lambda module, args, out: seen.append(out)
+    )
     given = [[4, 8], [15, 16], [23, 42]]
     driver.step(3, given, len(PROMPT))
     handle.remove()
     streams = model.backbone.head(seen[-1])[0, TREE.size :].reshape(TREE.size, GAMMA, VOCAB)
     for node, path in enumerate(TREE.paths):
         tokens = [*PROMPT, 3, *(given[depth][rank] for depth, rank in enumerate(path))]
-        torch.testing.assert_close(streams[node], literal.stream_logits(tokens)[1].float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            streams[node], literal.stream_logits(tokens)[1].float(), rtol=1e-4, atol=1e-4
+        )
 
 
 @torch.no_grad()
@@ -132,7 +155,9 @@ def test_a_shallower_tree_drops_the_deepest_streams_only() -> None:
     results = []
     for model in (full, short):
         empty = [(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16))] * LAYERS
-        out = PrefillModule(model, len(PROMPT), K)(int32(*PROMPT), int32(len(PROMPT)), int32(0), empty)
+        out = PrefillModule(model, len(PROMPT), K)(
+            int32(*PROMPT), int32(len(PROMPT)), int32(0), empty
+        )
         results.append(out.drafts)
     assert torch.equal(results[0][:2], results[1])
 
@@ -147,6 +172,13 @@ def test_streams_start_as_no_change_of_the_base() -> None:
     for model in (lossless, plain):
         step = StepModule(model, TREE, K, Schedule.FUSED)
         empty = [(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16))] * LAYERS
-        drafts.append(step(int32(5), torch.tensor([[4, 8], [15, 16], [23, 42]], dtype=torch.int32), int32(0), empty))
+        drafts.append(
+            step(
+                int32(5),
+                torch.tensor([[4, 8], [15, 16], [23, 42]], dtype=torch.int32),
+                int32(0),
+                empty,
+            )
+        )
     assert torch.equal(drafts[0].drafts, drafts[1].drafts)
     assert torch.equal(LowRank(4, 6, 2)(torch.randn(3, 4)), torch.zeros(3, 6))

@@ -1,4 +1,6 @@
-"""Every family's step, prefill and plain step pass torch.export with static shapes, and compute the same."""
+"""Every family's step, prefill and plain step pass torch.export with static shapes, and compute the
+same.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from ssdevice.tree import Tree
 from tests.model.tiny import MODELS, VOCAB, tiny_model
 from tests.model.torch_driver import int32
 
-GAMMA, K, PAST, CHUNK = 2, 2, 24, 4
+GAMMA = 2
+K = 2
+PAST = 24
+CHUNK = 4
 TREE = Tree.of([(0,), (1,), (1, 0)])
 ALWAYS = ("gemma3_text",)
 """Windows, norms of several kinds, a scaled embedding; the rest run with the slow tests."""
@@ -34,7 +39,8 @@ def past(model: StreamModel) -> list[KeyValue]:
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
 def test_modules_export_with_static_shapes(name: str) -> None:
     config = StreamConfig(mode=Mode.LOSSLESS, gamma=GAMMA, msa_layers=1, adapter_rank=2)
@@ -45,7 +51,10 @@ def test_modules_export_with_static_shapes(name: str) -> None:
     plain = StepModule(StreamModel(model.backbone, None, 0), Tree.root_only(), 1, Schedule.DEFERRED)
     modules: dict[str, tuple[nn.Module, Arguments]] = {
         "fused": (StepModule(model, TREE, K, Schedule.FUSED), (int32(3), drafts, int32(9), rows)),
-        "deferred": (StepModule(model, TREE, K, Schedule.DEFERRED), (int32(3), drafts, int32(9), rows)),
+        "deferred": (
+            StepModule(model, TREE, K, Schedule.DEFERRED),
+            (int32(3), drafts, int32(9), rows),
+        ),
         "prefill": (PrefillModule(model, CHUNK, K), (int32(5, 6, 7, 0), int32(3), int32(9), rows)),
         "plain": (plain, (int32(3), none, int32(9), rows)),
     }
@@ -55,10 +64,17 @@ def test_modules_export_with_static_shapes(name: str) -> None:
             exported = program.module()
             # Other integers than those it was exported with: nothing may be baked in.
             first, second, length, rows = arguments
-            changed = ((first + 1) % VOCAB, second if what == "prefill" else (second + 3) % VOCAB, length + 6, rows)
+            changed = (
+                (first + 1) % VOCAB,
+                second if what == "prefill" else (second + 3) % VOCAB,
+                length + 6,
+                rows,
+            )
             for given in (arguments, changed):
                 for mine, theirs in zip(Flat(module)(*given), exported(*given), strict=True):
-                    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5, msg=lambda text, w=what: f"{w}: {text}")
+                    torch.testing.assert_close(
+                        mine, theirs, rtol=0, atol=1e-5, msg=lambda text, w=what: f"{w}: {text}"
+                    )
         targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
         assert not {"aten._assert_async.msg", "aten.item.default", "aten.nonzero.default"} & targets
 
@@ -70,8 +86,14 @@ class Flat(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, first: Tensor, second: Tensor, length: Tensor, past: list[KeyValue]) -> tuple[Tensor, ...]:
+    def forward(
+        self, first: Tensor, second: Tensor, length: Tensor, past: list[KeyValue]
+    ) -> tuple[Tensor, ...]:
         """Tokens or root, count where there is one, drafts where there are any, then rows."""
         out = self.module(first, second, length, past)
-        heads = [getattr(out, name) for name in ("tokens", "count", "root", "drafts") if hasattr(out, name)]
+        heads = [
+            getattr(out, name)
+            for name in ("tokens", "count", "root", "drafts")
+            if hasattr(out, name)
+        ]
         return (*[head for head in heads if head.numel()], *[row for kv in out.rows for row in kv])

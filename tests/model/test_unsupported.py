@@ -28,7 +28,9 @@ DENSE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "r
 
 
 def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported; supported: arcee, .*, starcoder2"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'gpt2' is not supported; supported: arcee, .*, starcoder2"
+    ):
         family_of("gpt2", {"n_embd": 768, "n_layer": 12})
 
 
@@ -36,13 +38,37 @@ def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
     ("model_type", "values", "missing"),
     [
         ("gpt_oss", {}, "attention with learned sinks and layers with a mixture of experts"),
-        ("ministral3", DENSE, "queries scaled by their position; Ministral 8B of 2024 has model_type 'ministral'"),
-        ("granitemoehybrid", {"num_local_experts": 0}, "a shared expert; Granite 3 has model_type 'granite'"),
-        ("gemma3", {"text_config": {}}, "image inputs; a text-only model of this family has model_type 'gemma3_text'"),
+        (
+            "ministral3",
+            DENSE,
+            "queries scaled by their position; Ministral 8B of 2024 has model_type 'ministral'",
+        ),
+        (
+            "granitemoehybrid",
+            {"num_local_experts": 0},
+            "a shared expert; Granite 3 has model_type 'granite'",
+        ),
+        (
+            "gemma3",
+            {"text_config": {}},
+            "image inputs; a text-only model of this family has model_type 'gemma3_text'",
+        ),
         ("new", DENSE | {"num_local_experts": 8}, "layers with a mixture of experts"),
-        ("new", DENSE | {"n_routed_experts": 64, "kv_lora_rank": 512}, "a mixture of experts and multi-head latent"),
-        ("new", DENSE | {"mamba_d_state": 16}, "linear-attention, state-space or convolution layers"),
-        ("new", DENSE | {"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        (
+            "new",
+            DENSE | {"n_routed_experts": 64, "kv_lora_rank": 512},
+            "a mixture of experts and multi-head latent",
+        ),
+        (
+            "new",
+            DENSE | {"mamba_d_state": 16},
+            "linear-attention, state-space or convolution layers",
+        ),
+        (
+            "new",
+            DENSE | {"layer_types": ["full_attention", "chunked_attention"]},
+            "layers of type chunked_attention",
+        ),
         ("new", {"text_config": DENSE, "vision_config": {"depth": 3}}, "inputs other than text"),
         ("new", DENSE | {"is_encoder_decoder": True}, "an encoder"),
     ],
@@ -50,15 +76,25 @@ def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
 def test_a_family_that_needs_more_than_a_table_entry_says_what(
     model_type: str, values: dict[str, Any], missing: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"family '{model_type}' is not supported: it has .*{missing}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"family '{model_type}' is not supported: it has .*{missing}"
+    ):
         family_of(model_type, values)
 
 
 @pytest.mark.parametrize(
-    "values", [DENSE, DENSE | {"num_local_experts": 0, "is_encoder_decoder": False, "layer_types": ["full_attention"]}]
+    "values",
+    [
+        DENSE,
+        DENSE
+        | {"num_local_experts": 0, "is_encoder_decoder": False, "layer_types": ["full_attention"]},
+    ],
 )
 def test_only_a_dense_decoder_is_said_to_need_an_entry(values: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'new' is not supported yet: .* an entry in ssdevice/model/famil"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'new' is not supported yet: .* an entry in ssdevice/model/famil",
+    ):
         family_of("new", values)
     for key in DENSE:
         with pytest.raises(UnsupportedModelError, match="'new' is not supported; supported: "):
@@ -81,7 +117,9 @@ NO_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-def test_every_family_of_the_library_that_gets_this_hint_needs_only_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_of_the_library_that_gets_this_hint_needs_only_an_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -95,19 +133,30 @@ def test_every_family_of_the_library_that_gets_this_hint_needs_only_an_entry(mon
             hinted.append(model_type)
     assert {"apertus", "jais2", "vaultgemma"} <= set(hinted)
     for model_type in hinted:
-        values = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **NO_DEFAULTS.get(model_type, {})}
+        values = {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            **NO_DEFAULTS.get(model_type, {}),
+        }
         hf = from_config(tiny_config(model_type, **values))
         randomise(hf, 0)
         ids = torch.arange(12)[None]
         with torch.no_grad():
             expected = hf(ids).logits
-        assert min(_difference(hf, model_type, entry, ids, expected, monkeypatch) for entry in ENTRIES) < 1e-4, (
-            model_type
-        )
+        assert (
+            min(_difference(hf, model_type, entry, ids, expected, monkeypatch) for entry in ENTRIES)
+            < 1e-4
+        ), model_type
 
 
 def _difference(
-    hf: Any, model_type: str, entry: Family, ids: torch.Tensor, expected: torch.Tensor, patch: pytest.MonkeyPatch
+    hf: Any,
+    model_type: str,
+    entry: Family,
+    ids: torch.Tensor,
+    expected: torch.Tensor,
+    patch: pytest.MonkeyPatch,
 ) -> float:
     """How far the logits of the wrapped model lie from its own with this entry of the table."""
     patch.setitem(FAMILIES, model_type, entry)
@@ -119,9 +168,16 @@ def _difference(
     try:
         backbone = Backbone(hf, 32, 64)
         with torch.no_grad():
-            h, _ = backbone.run(0, 3, backbone.embed(ids, ids), backbone.rope(ids), backbone.masks(visible))
+            h, _ = backbone.run(
+                0, 3, backbone.embed(ids, ids), backbone.rope(ids), backbone.masks(visible)
+            )
             return float((backbone.head(h) - expected).abs().max())
-    except (AttributeError, LookupError, TypeError, UnsupportedModelError):  # the entry does not describe this model
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        UnsupportedModelError,
+    ):  # the entry does not describe this model
         return float("inf")
 
 
@@ -130,7 +186,9 @@ def test_the_tables_do_not_contradict_each_other() -> None:
 
 
 def test_an_unknown_family_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}), "utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mixtral", "num_local_experts": 8}), "utf-8"
+    )
     with pytest.raises(UnsupportedModelError, match="mixture of experts"):
         load_hf(tmp_path)
 
@@ -140,14 +198,20 @@ def test_layer_types_beyond_full_and_sliding_are_named(kind: str) -> None:
     config = tiny_config("qwen3", layer_types=["full_attention", kind, "full_attention"])
     hf = tiny_model("qwen3")
     hf.config.layer_types = config.layer_types
-    with pytest.raises(UnsupportedModelError, match=f"qwen3 with layers of type {kind} is not supported: every layer"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=f"qwen3 with layers of type {kind} is not supported: every layer",
+    ):
         Backbone(hf, 32, 64)
 
 
 def test_bidirectional_attention_is_refused() -> None:
     _, values = MODELS["gemma3_text"]
     hf = from_config(tiny_config("gemma3_text", **{**values, "use_bidirectional_attention": True}))
-    with pytest.raises(UnsupportedModelError, match="gemma3_text with use_bidirectional_attention = True is not supp"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="gemma3_text with use_bidirectional_attention = True is not supp",
+    ):
         Backbone(hf, 32, 64)
 
 
@@ -162,7 +226,8 @@ def test_dynamic_rope_is_supported_up_to_the_length_where_it_changes() -> None:
         cos, sin = Backbone(hf, 32, 64).rope(tokens).tables[""]
     assert torch.equal(cos, expected[0]) and torch.equal(sin, expected[1])
     with pytest.raises(
-        UnsupportedModelError, match=r"beyond 32 positions \(rope type dynamic\): .* at most 32, not 33"
+        UnsupportedModelError,
+        match=r"beyond 32 positions \(rope type dynamic\): .* at most 32, not 33",
     ):
         Backbone(hf, 33, 64)
 
@@ -170,22 +235,36 @@ def test_dynamic_rope_is_supported_up_to_the_length_where_it_changes() -> None:
 def test_longrope_is_supported_up_to_its_original_length() -> None:
     hf = tiny_model("phi3-longrope")
     Backbone(hf, 64, 128)
-    with pytest.raises(UnsupportedModelError, match=r"beyond 64 positions \(rope type longrope\): .* most 64, not 65"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"beyond 64 positions \(rope type longrope\): .* most 64, not 65",
+    ):
         Backbone(hf, 65, 128)
 
 
 def test_length_dependence_of_one_layer_type_is_enough() -> None:
     _, values = MODELS["gemma3_text"]
-    rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    hf = from_config(tiny_config("gemma3_text", **{**values, "rope_parameters": rope, "max_position_embeddings": 32}))
-    with pytest.raises(UnsupportedModelError, match=r"\(rope type default, dynamic\): .* at most 32, not 48"):
+    rope = {
+        "full_attention": DYNAMIC,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    hf = from_config(
+        tiny_config(
+            "gemma3_text", **{**values, "rope_parameters": rope, "max_position_embeddings": 32}
+        )
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"\(rope type default, dynamic\): .* at most 32, not 48"
+    ):
         Backbone(hf, 48, 64)
 
 
 def test_a_learned_position_table_bounds_the_context() -> None:
     hf = tiny_model("opt-before")
     Backbone(hf, 256, 300)
-    with pytest.raises(ContextOverflowError, match="context 257 is longer than the model's 256 positions"):
+    with pytest.raises(
+        ContextOverflowError, match="context 257 is longer than the model's 256 positions"
+    ):
         Backbone(hf, 257, 300)
 
 
@@ -208,7 +287,10 @@ def test_replacing_the_mlp_needs_an_mlp() -> None:
 
 @pytest.mark.parametrize("msa_layers", [3, 4])
 def test_msa_layers_leave_a_layer_to_start_from(msa_layers: int) -> None:
-    with pytest.raises(ConfigError, match=f"N_s = {msa_layers} MSA layers need a model of more layers, this one has 3"):
+    with pytest.raises(
+        ConfigError,
+        match=f"N_s = {msa_layers} MSA layers need a model of more layers, this one has 3",
+    ):
         build(tiny_model("llama"), StreamConfig(gamma=2, msa_layers=msa_layers), 32)
 
 
@@ -227,7 +309,10 @@ def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
     """AutoModelForCausalLM would apply it."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
     (tmp_path / "adapter_config.json").write_text("{}", "utf-8")
-    with pytest.raises(InputError, match=r"has an adapter beside the model \(adapter_config.json\).* with --adapter"):
+    with pytest.raises(
+        InputError,
+        match=r"has an adapter beside the model \(adapter_config.json\).* with --adapter",
+    ):
         load_hf(tmp_path)
     (tmp_path / "config.json").unlink()  # a folder of an adapter, given as the model
     with pytest.raises(InputError, match="--adapter"):

@@ -1,4 +1,6 @@
-"""Tiny random models of every family, with the features that make each family different switched on."""
+"""Tiny random models of every family, with the features that make each family different switched
+on.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "qwen2": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3": (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "head_dim": 16},
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 2,
+            "head_dim": 16,
+        },
     ),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "phi3-longrope": (
@@ -104,9 +116,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": (
         "stablelm",
-        {"rope_parameters": PARTIAL, "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+        {
+            "rope_parameters": PARTIAL,
+            "use_qkv_bias": True,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+        },
     ),
-    "starcoder2": ("starcoder2", {"sliding_window": WINDOW, "use_bias": True, "tie_word_embeddings": True}),
+    "starcoder2": (
+        "starcoder2",
+        {"sliding_window": WINDOW, "use_bias": True, "tie_word_embeddings": True},
+    ),
     "glm4": ("glm4", {"rope_parameters": PARTIAL, "head_dim": 16, "attention_bias": True}),
     "cohere": ("cohere", {"logit_scale": 1.5, "use_qk_norm": True, "tie_word_embeddings": True}),
     "smollm3": (
@@ -115,7 +135,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere2": (
         "cohere2",
-        {"sliding_window": WINDOW, "layer_types": MIXED, "logit_scale": 1.5, "tie_word_embeddings": True},
+        {
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "logit_scale": 1.5,
+            "tie_word_embeddings": True,
+        },
     ),
     "olmo3": ("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}),
     "ministral": ("ministral", {"sliding_window": WINDOW, "layer_types": MIXED, "head_dim": 16}),
@@ -132,11 +157,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"rope_parameters": PARTIAL, "qk_layernorm": True}),
     "opt-before": (
         "opt",
-        {"ffn_dim": 48, "word_embed_proj_dim": 24, "do_layer_norm_before": True, "tie_word_embeddings": True},
+        {
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 24,
+            "do_layer_norm_before": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "opt-after": (
         "opt",
-        {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "tie_word_embeddings": False},
+        {
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 32,
+            "do_layer_norm_before": False,
+            "tie_word_embeddings": False,
+        },
     ),
 }
 
@@ -155,7 +190,9 @@ def tiny_config(model_type: str, **values: object) -> Any:
 
 
 def randomise(hf: torch.nn.Module, seed: int) -> None:
-    """Parameters large enough that logits are far from uniform and every bias and norm weight matters."""
+    """Parameters large enough that logits are far from uniform and every bias and norm weight
+    matters.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in hf.named_parameters():
@@ -172,6 +209,8 @@ def tiny_model(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     model_type, values = MODELS[name]
-    hf = AutoModelForCausalLM.from_config(tiny_config(model_type, **values), attn_implementation="eager")
+    hf = AutoModelForCausalLM.from_config(
+        tiny_config(model_type, **values), attn_implementation="eager"
+    )
     randomise(hf, SEEDS.get(name, 0))
     return hf.eval()

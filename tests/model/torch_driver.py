@@ -16,10 +16,18 @@ from tests.conformance.oracle import Drafts, StepOutput
 
 
 class TorchDriver:
-    """step, prefill and step_plain of one model, tree and schedule (see ``tests.conformance.oracle.Driver``)."""
+    """step, prefill and step_plain of one model, tree and schedule (see
+    ``tests.conformance.oracle.Driver``).
+    """
 
-    def __init__(self, model: StreamModel, tree: Tree, k: int, schedule: Schedule, context: int, chunk: int) -> None:
-        self.model, self.tree, self.k, self.context, self.chunk = model, tree, k, context, chunk
+    def __init__(
+        self, model: StreamModel, tree: Tree, k: int, schedule: Schedule, context: int, chunk: int
+    ) -> None:
+        self.model = model
+        self.tree = tree
+        self.k = k
+        self.context = context
+        self.chunk = chunk
         self.gamma = model.gamma
         backbone = model.backbone
         self.vocab = int(backbone.config.vocab_size)

@@ -1,4 +1,6 @@
-"""A target without a model: the next token is a hash of the committed rows, so a wrong row changes every answer."""
+"""A target without a model: the next token is a hash of the committed rows, so a wrong row changes
+every answer.
+"""
 
 from __future__ import annotations
 
@@ -86,11 +88,15 @@ class ScriptedCache(Cache):
         assert 1 <= len(chunk) <= self.geometry.chunk
         self.write([*chunk, *[GARBAGE] * (self.geometry.chunk - len(chunk))])
         context = self.context(chunk)
-        return {NEXT_ROOT: [next_token(context, self.geometry.vocab)], NEXT_DRAFTS: self.draft(context)}
+        return {
+            NEXT_ROOT: [next_token(context, self.geometry.vocab)],
+            NEXT_DRAFTS: self.draft(context),
+        }
 
     def step(self, last: int, function: str = STEP) -> dict[str, Any]:
         geometry = self.geometry if function == STEP else self.geometry.shorter
-        tree, slots = geometry.tree, [last, *self.inputs[DRAFTS][: geometry.gamma].reshape(-1).tolist()]
+        tree = geometry.tree
+        slots = [last, *self.inputs[DRAFTS][: geometry.gamma].reshape(-1).tolist()]
         tokens = [slots[slot] for slot in tree.draft_indices(geometry.k)]
         past = self.held[: self.length].tolist()
         paths = [[tokens[node] for node in dict.fromkeys(row)] for row in tree.path_table]
@@ -122,14 +128,22 @@ class ScriptedCache(Cache):
         return context
 
     def draft(self, context: Sequence[int]) -> NDArray[np.int32]:
-        return self.drafter(self, context) if self.geometry.gamma else np.zeros((0, self.geometry.k), np.int32)
+        return (
+            self.drafter(self, context)
+            if self.geometry.gamma
+            else np.zeros((0, self.geometry.k), np.int32)
+        )
 
 
 class ScriptedEngine(Engine):
     """Gives scripted caches; ``kind``: of which class."""
 
-    def __init__(self, geometry: Geometry, drafter: Drafter, kind: type[ScriptedCache] = ScriptedCache) -> None:
-        super().__init__(geometry, frozenset(GREEDY if geometry.short else FUNCTIONS), Path("scripted"))
+    def __init__(
+        self, geometry: Geometry, drafter: Drafter, kind: type[ScriptedCache] = ScriptedCache
+    ) -> None:
+        super().__init__(
+            geometry, frozenset(GREEDY if geometry.short else FUNCTIONS), Path("scripted")
+        )
         self.drafter = drafter
         self.kind = kind
 
@@ -155,7 +169,9 @@ def make_geometry(
 
 
 def random_drafter(seed: int, oracle: float) -> Drafter:
-    """Drafts of which about a share ``oracle`` are the true continuation at a random rank; the rest is noise."""
+    """Drafts of which about a share ``oracle`` are the true continuation at a random rank; the rest
+    is noise.
+    """
     random = np.random.default_rng(seed)
 
     def draft(cache: ScriptedCache, context: Sequence[int]) -> NDArray[np.int32]:

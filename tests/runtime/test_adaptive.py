@@ -29,7 +29,9 @@ def best(cost: float, tokens: float) -> float:
 @pytest.mark.parametrize("noise", [QUIET, SHARED], ids=["quiet", "shared"])
 @pytest.mark.parametrize("gain", [0.9, 1.1, 1.2, 1.5])
 @pytest.mark.parametrize("cost", COSTS)
-def test_what_is_better_by_ten_percent_is_found_in_every_run(cost: float, gain: float, noise: Noise) -> None:
+def test_what_is_better_by_ten_percent_is_found_in_every_run(
+    cost: float, gain: float, noise: Noise
+) -> None:
     tokens = max(1.0, cost * gain)
     for seed in range(6):
         machine = Machine(cost, fit_for(tokens), seed, noise)
@@ -42,7 +44,9 @@ def test_what_is_better_by_ten_percent_is_found_in_every_run(cost: float, gain: 
 def test_text_on_which_steps_begin_to_pay_is_noticed(cost: float) -> None:
     """Steps gain 15 % from the 1000th call on, after text that no draft fits."""
     for seed in range(6):
-        machine = Machine(cost, chain(repeat(0.0, 1000), repeat(fit_for(1.15 * cost))), seed, SHARED)
+        machine = Machine(
+            cost, chain(repeat(0.0, 1000), repeat(fit_for(1.15 * cost))), seed, SHARED
+        )
         adaptive = adaptive_on(machine)
         machine.decode(adaptive, 2500)
         assert machine.decode(adaptive, 2000) >= 0.95 * 1.15, seed
@@ -65,7 +69,8 @@ def test_good_and_bad_stretches_of_text_are_decoded_faster_than_by_either_kind_o
             yield from repeat(0.0, 1200)
 
     for cost in COSTS:
-        machine, steps = Machine(cost, fits(cost), 1, SHARED), Machine(cost, fits(cost), 1)
+        machine = Machine(cost, fits(cost), 1, SHARED)
+        steps = Machine(cost, fits(cost), 1)
         fixed = sum(len(steps.step(0)) for _ in range(6000)) / steps.spent
         assert machine.decode(adaptive_on(machine), 12000) >= 1.02 * max(1.0, fixed), cost
 
@@ -123,7 +128,8 @@ def test_the_first_loss_is_bounded() -> None:
 def test_a_pause_pays_for_the_trial_before_it() -> None:
     machine = Machine(2.0, 0.0)
     machine.decode(adaptive_on(machine), 2000)
-    trials, rest = [], machine.calls[100:]
+    trials = []
+    rest = machine.calls[100:]
     while "step" in rest:
         rest = rest[rest.index("step") :]
         steps = rest.index("plain")
@@ -131,7 +137,9 @@ def test_a_pause_pays_for_the_trial_before_it() -> None:
         pause = rest.index("step") if "step" in rest else 0
         trials.append((steps, pause))
     assert len(trials) > 5
-    assert all(pause == pytest.approx(steps / SHARE, abs=2) for steps, pause in trials[:-1])  # each has lost one call
+    assert all(
+        pause == pytest.approx(steps / SHARE, abs=2) for steps, pause in trials[:-1]
+    )  # each has lost one call
 
 
 def test_a_plain_call_leaves_the_rest_of_the_draft() -> None:
@@ -151,9 +159,14 @@ def test_steps_of_two_lengths_are_judged_by_what_each_costs(fit: float, noise: N
             yield from (True, True, False)
 
     for seed in range(4):
-        machine, always = Machine(1.8, fit, seed, noise), Machine(1.8, fit, seed)
-        short, fixed = steps(machine), steps(always)
-        adaptive = Adaptive(lambda conversation, last: conversation.step(last, next(short)), machine.clock)  # noqa: B023
+        machine = Machine(1.8, fit, seed, noise)
+        always = Machine(1.8, fit, seed)
+        short = steps(machine)
+        fixed = steps(always)
+        adaptive = Adaptive(
+            lambda conversation, last: conversation.step(last, next(short)),  # noqa: B023
+            machine.clock,
+        )
         machine.decode(adaptive, 2000)
         speed = sum(len(always.step(0, next(fixed))) for _ in range(3000)) / always.spent
         assert machine.decode(adaptive, 3000) >= 0.95 * max(1.0, speed), seed
@@ -174,7 +187,9 @@ def test_a_call_that_takes_no_time_does_not_count() -> None:
 
 
 def test_a_machine_that_slows_down_or_speeds_up_does_not_change_the_choice() -> None:
-    """Costs are compared between neighbours: what was measured in a slow minute means the same in a fast one."""
+    """Costs are compared between neighbours: what was measured in a slow minute means the same in a
+    fast one.
+    """
     for slow, fast in ((3.0, 1.0), (1.0, 3.0)):
         machine = Machine(1.6, fit_for(1.3))
         machine.slowness = slow

@@ -42,12 +42,20 @@ def truth(session: Session, text: str, count: int) -> str:
 def test_messages_state_the_whole_conversation_and_a_prompt_continues_it() -> None:
     session = make_session(TREE)
     "".join(session.chat("something else", max_tokens=9))
-    text = "".join(session.chat(messages=[SYSTEM, USER, ANSWER, {"role": "user", "content": "b"}], max_tokens=9))
+    text = "".join(
+        session.chat(
+            messages=[SYSTEM, USER, ANSWER, {"role": "user", "content": "b"}], max_tokens=9
+        )
+    )
     written = "<system>Be brief.</s><user>hello</s><assistant>yes</s><user>b</s><assistant>"
     assert text == truth(session, written, 9)
     assert session.messages == [
-        SYSTEM, USER, ANSWER, {"role": "user", "content": "b"}, {"role": "assistant", "content": text}
-    ]  # fmt: skip
+        SYSTEM,
+        USER,
+        ANSWER,
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": text},
+    ]
     again = "".join(session.chat("c", max_tokens=9))
     assert again == truth(session, f"{written}{text}</s><user>c</s><assistant>", 9)
 
@@ -55,12 +63,14 @@ def test_messages_state_the_whole_conversation_and_a_prompt_continues_it() -> No
 def test_a_restored_conversation_computes_only_what_the_cache_does_not_hold() -> None:
     session = make_session(TREE)
     "".join(session.chat("a long first message of many letters", max_tokens=9))
-    before, chunks = session.messages, cache_of(session._conversation).chunks
+    before = session.messages
+    chunks = cache_of(session._conversation).chunks
     "".join(session.generate("a", max_tokens=2))
     chunks.clear()
     "".join(session.chat(messages=[*before, USER], max_tokens=9))
     assert sum(chunks) > 40
-    kept, _ = session.messages, chunks.clear()
+    kept = session.messages
+    _ = chunks.clear()
     "".join(session.chat(messages=[*kept, {"role": "user", "content": "b"}], max_tokens=9))
     assert sum(chunks) < 10
     chunks.clear()
@@ -83,7 +93,9 @@ def test_the_system_message_can_be_given_apart_and_changed() -> None:
 def test_an_instruction_goes_before_each_message_of_the_user_and_is_not_in_messages() -> None:
     session = make_session(TREE)
     session.instruction = "Do it."
-    text = "".join(session.chat(messages=[USER, ANSWER, {"role": "user", "content": "b"}], max_tokens=5))
+    text = "".join(
+        session.chat(messages=[USER, ANSWER, {"role": "user", "content": "b"}], max_tokens=5)
+    )
     written = "<user>Do it.\nhello</s><assistant>yes</s><user>Do it.\nb</s><assistant>"
     assert text == truth(session, written, 5) and session.messages[0] == USER
 
@@ -114,30 +126,42 @@ REFUSED = [
     ([USER, call()], "messages ends with 'tool calls'"),
     ([USER, {"role": "tool", "content": "5"}], "role 'tool' cannot come after 'user'"),
     ([USER, call(), USER], "role 'user' cannot come after 'tool calls'; expected tool"),
-    ([USER, call(), {"role": "tool", "tool_call_id": "2", "content": "5"}], "'2' is none of the calls 1"),
+    (
+        [USER, call(), {"role": "tool", "tool_call_id": "2", "content": "5"}],
+        "'2' is none of the calls 1",
+    ),
     ([USER, call(arguments="{")], r"tool_calls\[0\]\.function\.arguments: not JSON"),
     ([USER, call(arguments="[]")], r"function\.arguments is list .*, expected an object"),
     ([USER, call(name=None)], r"function\.name is NoneType"),
-    ([USER, {"role": "assistant", "tool_calls": {}}], "tool_calls is dict .*, expected a list of objects"),
+    (
+        [USER, {"role": "assistant", "tool_calls": {}}],
+        "tool_calls is dict .*, expected a list of objects",
+    ),
     ([USER, {"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\]\.function is NoneType"),
     ([USER, call(weight=float("nan"))], "cannot be written as JSON"),
     ([{"role": "user", "content": " \n"}], r"messages\[0\]: the message of the user is empty"),
     ([{"role": "user", "content": []}], r"messages\[0\]: the message of the user is empty"),
     ([{"role": "user", "content": None}], "content is NoneType"),
     ([{"role": "user", "content": float("nan")}], "content is float"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part of type 'image_url'; the model"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        "a part of type 'image_url'; the model",
+    ),
     ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]: text is NoneType"),
     ([{"role": "user", "content": ["x"]}], r"content\[0\] is str"),
     ([{"role": "user", "content": "x", "nmae": "y"}], "unknown key 'nmae', did you mean 'name'"),
     ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("messages", "expected"), REFUSED)
-def test_messages_in_another_form_or_order_are_refused_in_words(messages: Any, expected: str) -> None:
+def test_messages_in_another_form_or_order_are_refused_in_words(
+    messages: Any, expected: str
+) -> None:
     session = make_session(TREE)
     "".join(session.chat("a", max_tokens=3))
-    before, last = session.messages, session.last
+    before = session.messages
+    last = session.last
     with pytest.raises(InputError, match=expected):
         session.chat(messages=messages)
     assert session.messages == before and session.last is last
@@ -151,16 +175,28 @@ def test_messages_in_another_form_or_order_are_refused_in_words(messages: Any, e
         ({"prompt": "a", "tools": "f"}, "tools is str .*, expected a list of objects"),
         ({"prompt": "a", "tools": ["f"]}, r"tools\[0\] is str"),
         ({"prompt": "a", "tools": [{"f": float("nan")}]}, "tools cannot be written as JSON"),
-        ({"prompt": "a", "tools": [{"type": "function"}]}, "does not read 'tools'; it reads roles and contents"),
-        ({"prompt": "a", "template": {"enable_thinking": False}}, "does not read 'enable_thinking'"),
+        (
+            {"prompt": "a", "tools": [{"type": "function"}]},
+            "does not read 'tools'; it reads roles and contents",
+        ),
+        (
+            {"prompt": "a", "template": {"enable_thinking": False}},
+            "does not read 'enable_thinking'",
+        ),
         ({"prompt": "a", "template": "x"}, "template is str"),
         ({"prompt": "a", "template": {3: 4}}, "a name in template is int"),
         ({"prompt": "a", "template": {"messages": []}}, "'messages' is no argument of it"),
         ({"prompt": "a", "template": {"x": object()}}, "template cannot be written as JSON"),
         ({"prompt": "a", "system": 4}, "system is int"),
-        ({"prompt": "a", "overflow": "drop"}, "overflow is 'drop', expected 'error' or 'drop-oldest'"),
+        (
+            {"prompt": "a", "overflow": "drop"},
+            "overflow is 'drop', expected 'error' or 'drop-oldest'",
+        ),
         ({"prompt": "a", "overflow": None}, "overflow is None, expected"),
-        ({"messages": [USER, call(), {"role": "tool", "content": "5", "tool_call_id": "1"}]}, "not read 'tool_calls'"),
+        (
+            {"messages": [USER, call(), {"role": "tool", "content": "5", "tool_call_id": "1"}]},
+            "not read 'tool_calls'",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(given: dict[str, Any], expected: str) -> None:
@@ -175,7 +211,9 @@ def test_tools_and_template_arguments_last_as_long_as_the_conversation() -> None
     ).replace("{{ TEMPLATE }}", TEMPLATE)
     format_ = ChatFormat(template, {"eos_token": "</s>"}, (0,)).framed()
     session.tokenizer = ChatTokenizer(session.tokenizer.tokenizer, format_)
-    text = "".join(session.chat("a", tools=[{"name": "f"}], template={"think": False}, max_tokens=5))
+    text = "".join(
+        session.chat("a", tools=[{"name": "f"}], template={"think": False}, max_tokens=5)
+    )
     written = "f<user>a</s><assistant>"
     assert text == truth(session, f"{written}quick", 5)
     written += f"{text}</s><user>b</s><assistant>"
@@ -199,7 +237,9 @@ def test_a_conversation_that_outgrows_the_context_is_an_error_or_loses_its_oldes
     assert dropped >= 1
     kept = [before[0], *before[1 + 2 * dropped :], {"role": "user", "content": "x" * 60}]
     assert session.messages == [*kept, {"role": "assistant", "content": text}]
-    written = "".join(f"<{message['role']}>{message['content']}</s>" for message in kept) + "<assistant>"
+    written = (
+        "".join(f"<{message['role']}>{message['content']}</s>" for message in kept) + "<assistant>"
+    )
     assert text == truth(session, written, 8)
     assert len(ids_of(session, written)) + 8 <= 100
     one_more = [before[0], *before[1 + 2 * (dropped - 1) :], kept[-1]]
@@ -220,13 +260,21 @@ async def _all(pieces: AsyncIterator[str]) -> str:
 
 
 def test_answers_can_be_awaited() -> None:
-    session, other = make_session(TREE), make_session(TREE)
+    session = make_session(TREE)
+    other = make_session(TREE)
 
     async def both() -> tuple[str, str]:
-        return await _all(session.achat("a", max_tokens=9)), await _all(session.achat("b", max_tokens=9))
+        return await _all(session.achat("a", max_tokens=9)), await _all(
+            session.achat("b", max_tokens=9)
+        )
 
-    assert asyncio.run(both()) == ("".join(other.chat("a", max_tokens=9)), "".join(other.chat("b", max_tokens=9)))
-    assert asyncio.run(_all(session.agenerate("c", max_tokens=9))) == "".join(other.generate("c", max_tokens=9))
+    assert asyncio.run(both()) == (
+        "".join(other.chat("a", max_tokens=9)),
+        "".join(other.chat("b", max_tokens=9)),
+    )
+    assert asyncio.run(_all(session.agenerate("c", max_tokens=9))) == "".join(
+        other.generate("c", max_tokens=9)
+    )
     with pytest.raises(InputError, match="the prompt is empty"):
         asyncio.run(_all(session.achat(" ")))
 
@@ -259,8 +307,11 @@ def test_a_cancelled_task_cancels_its_answer_and_what_it_said_counts() -> None:
 
 def test_a_task_that_is_cancelled_during_prefill_leaves_the_rest_of_the_prompt() -> None:
     session = make_session(TREE)
-    conversation, chunk = session._conversation, session.engine.geometry.chunk
-    prefill, going, left = conversation.prefill, threading.Event(), threading.Event()
+    conversation = session._conversation
+    chunk = session.engine.geometry.chunk
+    prefill = conversation.prefill
+    going = threading.Event()
+    left = threading.Event()
     cancel = session.cancel
 
     def slow(tokens: Sequence[int]) -> int:
@@ -290,7 +341,8 @@ def test_of_two_answers_at_once_the_newer_one_goes_on() -> None:
     session = make_session(TREE)
 
     async def two() -> tuple[str, str]:
-        first, second = session.agenerate("hello", max_tokens=30), session.agenerate("b", max_tokens=9)
+        first = session.agenerate("hello", max_tokens=30)
+        second = session.agenerate("b", max_tokens=9)
         await anext(first)
         text = await _all(second)
         with pytest.raises(InputError, match="ended by a newer one"):

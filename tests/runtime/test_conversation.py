@@ -24,26 +24,34 @@ class Recorded(ScriptedCache):
     lies: dict[str, Any]
 
     def call(self, function: str, length: int) -> Outputs:
-        return {**super().call(function, length), **{name: np.array(v, np.int32) for name, v in self.lies.items()}}
+        return {
+            **super().call(function, length),
+            **{name: np.array(v, np.int32) for name, v in self.lies.items()},
+        }
 
     def commit(self, outputs: Outputs, length: int, count: int) -> None:
         self.committed.append((length, count))
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.lies, self.committed = {}, []
+        self.lies = {}
+        self.committed = []
 
 
 def conversation() -> tuple[Conversation, Recorded]:
-    made = ScriptedEngine(make_geometry(TREE, vocab=VOCAB), random_drafter(0, 1.0), Recorded).new_conversation()
+    made = ScriptedEngine(
+        make_geometry(TREE, vocab=VOCAB), random_drafter(0, 1.0), Recorded
+    ).new_conversation()
     assert isinstance(made.cache, Recorded)
     return made, made.cache
 
 
 def call(made: Conversation, function: str) -> object:
-    return {PREFILL: lambda: made.prefill([1, 2]), STEP: lambda: made.step(3), PLAIN: lambda: made.step_plain(3)}[
-        function
-    ]()
+    return {
+        PREFILL: lambda: made.prefill([1, 2]),
+        STEP: lambda: made.step(3),
+        PLAIN: lambda: made.step_plain(3),
+    }[function]()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,9 @@ def call(made: Conversation, function: str) -> object:
         (PLAIN, {TOKENS: [1 << 30]}, "step_plain returned token 1073741824"),
     ],
 )
-def test_impossible_outputs_are_refused_and_not_committed(function: str, lies: dict[str, Any], message: str) -> None:
+def test_impossible_outputs_are_refused_and_not_committed(
+    function: str, lies: dict[str, Any], message: str
+) -> None:
     made, cache = conversation()
     made.prefill([4, 5])
     made.length, drafts = 2, made.drafts.copy()
@@ -74,7 +84,8 @@ def test_impossible_outputs_are_refused_and_not_committed(function: str, lies: d
 def test_tokens_beyond_the_count_are_not_looked_at() -> None:
     made, cache = conversation()
     made.prefill([4, 5])
-    made.length, cache.lies = 2, {COUNT: [1], TOKENS: [3, -9, 99, 99]}
+    made.length = 2
+    cache.lies = {COUNT: [1], TOKENS: [3, -9, 99, 99]}
     assert made.step(1) == [3]
     assert cache.committed == [(0, 2), (2, 1)]
 

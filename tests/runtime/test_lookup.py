@@ -1,4 +1,6 @@
-"""Drafts that repeat the text: used where they are right more often than streams, and they change no token."""
+"""Drafts that repeat the text: used where they are right more often than streams, and they change
+no token.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TURN = [1, 5, 2, 7, 7, 3, 9, 4]
 @pytest.fixture
 def turning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that says TURN over and over, whatever came before."""
-    monkeypatch.setattr(scripted, "next_token", lambda context, vocab: TURN[len(context) % len(TURN)])
+    monkeypatch.setattr(
+        scripted, "next_token", lambda context, vocab: TURN[len(context) % len(TURN)]
+    )
 
 
 def wrong(cache: ScriptedCache, context: Sequence[int]) -> NDArray[np.int32]:
@@ -43,7 +47,9 @@ def no_streams(cache: ScriptedCache, context: Sequence[int]) -> NDArray[np.int32
     return np.zeros((cache.geometry.gamma, cache.geometry.k), np.int32)
 
 
-def runs(engine: ScriptedEngine, advance: Advance, prompt: Sequence[int], most: int = 40) -> Iterator[tuple[int, ...]]:
+def runs(
+    engine: ScriptedEngine, advance: Advance, prompt: Sequence[int], most: int = 40
+) -> Iterator[tuple[int, ...]]:
     conversation = engine.new_conversation()
     answer = decode(conversation, prompt, advance, lambda run: Emission("", len(run), False), most)
     return (run.tokens for run in answer)
@@ -51,7 +57,8 @@ def runs(engine: ScriptedEngine, advance: Advance, prompt: Sequence[int], most: 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), WIDE])
 def test_text_that_repeats_is_drafted_where_streams_are_wrong(turning: None, tree: Tree) -> None:
-    engine, lookup = ScriptedEngine(make_geometry(tree, vocab=VOCAB, context=80), wrong), Lookup()
+    engine = ScriptedEngine(make_geometry(tree, vocab=VOCAB, context=80), wrong)
+    lookup = Lookup()
     sizes = [len(run) for run in runs(engine, lookup, [0], 60)]
     assert lookup.lead == MOST and set(sizes[:8]) == {1} and set(sizes[-5:-1]) == {tree.depth + 1}
     # What was learned lasts; the first turn of a new prompt still has nothing to repeat.
@@ -62,7 +69,9 @@ def test_text_that_repeats_is_drafted_where_streams_are_wrong(turning: None, tre
 def test_streams_that_are_right_are_left_alone(turning: None) -> None:
     """The prompt says 8 after what the model follows with 7, so lookup is wrong at first."""
     said = [*TURN[:3], 8] * 3
-    engine = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), random_drafter(0, 1.0))
+    engine = ScriptedEngine(
+        make_geometry(Tree.chain(3), vocab=VOCAB, context=80), random_drafter(0, 1.0)
+    )
     lookup = Lookup()
     start = len(TURN) - len(said) % len(TURN)
     sizes = [len(run) for run in runs(engine, lookup, [*[6] * start, *said], 40)]
@@ -73,7 +82,9 @@ def test_streams_that_are_right_are_left_alone(turning: None) -> None:
 @given(
     tree=st.sampled_from([Tree.chain(1), Tree.chain(4), WIDE]),
     words=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
-    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15), min_size=1, max_size=3),
+    prompts=st.lists(
+        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15), min_size=1, max_size=3
+    ),
     oracle=st.sampled_from([0.0, 0.5, 1.0]),
     lead=st.integers(-2, 2),
 )
@@ -83,15 +94,22 @@ def test_answers_are_those_of_plain_decoding(
     lookup = Lookup()
     lookup.lead = lead
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scripted, "next_token", lambda context, vocab: words[(sum(context) + len(context)) % len(words)])
-        engine = ScriptedEngine(make_geometry(tree, vocab=VOCAB, context=60), random_drafter(1, oracle))
+        patch.setattr(
+            scripted,
+            "next_token",
+            lambda context, vocab: words[(sum(context) + len(context)) % len(words)],
+        )
+        engine = ScriptedEngine(
+            make_geometry(tree, vocab=VOCAB, context=60), random_drafter(1, oracle)
+        )
         for prompt in prompts:
             truth = [token for run in runs(engine, plain, prompt) for token in run]
             assert [token for run in runs(engine, lookup, prompt) for token in run] == truth
 
 
 def test_going_back_in_the_text_is_no_error(turning: None) -> None:
-    engine, lookup = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB, context=80), wrong), Lookup()
+    engine = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB, context=80), wrong)
+    lookup = Lookup()
     conversation = engine.new_conversation()
     last = conversation.prefill([1])
     for length in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 3, 4, 5):
@@ -102,20 +120,27 @@ def test_going_back_in_the_text_is_no_error(turning: None) -> None:
 
 def test_lookup_rests_while_streams_are_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three words at random the last three say nothing, and the drafter knows which comes next."""
-    engine = ScriptedEngine(make_geometry(Tree.chain(1), vocab=3, context=3000), random_drafter(0, 1.0))
-    lookup, looked = Lookup(), []
-    monkeypatch.setattr(lookup, "_next", lambda own=lookup._next: looked.append(lookup.lead) or own())
+    engine = ScriptedEngine(
+        make_geometry(Tree.chain(1), vocab=3, context=3000), random_drafter(0, 1.0)
+    )
+    lookup = Lookup()
+    looked = []
+    monkeypatch.setattr(
+        lookup, "_next", lambda own=lookup._next: looked.append(lookup.lead) or own()
+    )
     sizes = [len(run) for run in runs(engine, lookup, [0], 2500)]
     assert 0 < len(looked) < 200 and max(looked) <= 0 and set(sizes[1:-1]) == {2}
 
 
 def test_a_replaced_candidate_becomes_the_next_best(turning: None) -> None:
-    engine, lookup = ScriptedEngine(make_geometry(WIDE, vocab=VOCAB, context=80), wrong), Lookup()
+    engine = ScriptedEngine(make_geometry(WIDE, vocab=VOCAB, context=80), wrong)
+    lookup = Lookup()
     conversation = engine.new_conversation()
     token = conversation.prefill(TURN[:4])
     conversation.length = 4
     conversation.text[:] = [3, 4, 5, 6, 3, 4, 5]
-    conversation.length, lookup.lead = len(conversation.text) - 1, 1
+    conversation.length = len(conversation.text) - 1
+    lookup.lead = 1
     conversation.drafts[:] = [[9, 8], [3, 2], [7, 5]]
     conversation.cache.length = conversation.length
     conversation.cache.held[: conversation.length] = conversation.text[:-1]
@@ -123,13 +148,18 @@ def test_a_replaced_candidate_becomes_the_next_best(turning: None) -> None:
     assert token and conversation.verified.tolist() == [[6, 9], [3, 2], [4, 7]]
 
 
-def test_without_streams_a_text_that_does_not_repeat_itself_is_decoded_plainly(turning: None) -> None:
+def test_without_streams_a_text_that_does_not_repeat_itself_is_decoded_plainly(
+    turning: None,
+) -> None:
     engine = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), no_streams)
-    conversation, lookup = engine.new_conversation(), LookupOnly()
+    conversation = engine.new_conversation()
+    lookup = LookupOnly()
     conversation.prefill([0])
     conversation.length = 1
     assert not lookup(conversation, TURN[1]) and not conversation.cache.steps
-    adaptive = Adaptive(LookupOnly(), clock=iter(range(1000)).__next__)  # all calls take the same time
+    adaptive = Adaptive(
+        LookupOnly(), clock=iter(range(1000)).__next__
+    )  # all calls take the same time
     sizes = [len(run) for run in runs(engine, adaptive, [0], 60)]
     assert set(sizes[: len(TURN)]) == {1} and 4 in sizes
     assert sum(size > 1 for size in sizes) > sizes[len(TURN) :].count(1)
@@ -141,7 +171,8 @@ def test_two_tokens_that_occurred_before_are_enough_without_streams() -> None:
     for lookup, drafted in ((LookupOnly(), [7, 9, 5]), (Lookup(), [0, 0, 0])):
         lookup.lead = MOST
         conversation = engine.new_conversation()
-        conversation.text, conversation.length = [5, 6, 7, 9, 5], 5
+        conversation.text = [5, 6, 7, 9, 5]
+        conversation.length = 5
         lookup._draft(conversation, 6)
         assert conversation.drafts[:, 0].tolist() == drafted
 
@@ -149,7 +180,8 @@ def test_two_tokens_that_occurred_before_are_enough_without_streams() -> None:
 def test_a_short_step_verifies_what_a_short_match_drafts(turning: None) -> None:
     """A match grows from call to call; from CERTAIN tokens on all drafts are verified."""
     geometry = make_geometry(Tree.chain(4), vocab=VOCAB, context=90, short=2)
-    conversation, lookup = ScriptedEngine(geometry, no_streams).new_conversation(), LookupOnly()
+    conversation = ScriptedEngine(geometry, no_streams).new_conversation()
+    lookup = LookupOnly()
     seen: list[tuple[int, int]] = []
 
     def advance(conversation: Conversation, last: int) -> Sequence[int]:
@@ -168,11 +200,16 @@ def test_a_short_step_verifies_what_a_short_match_drafts(turning: None) -> None:
 def test_phrases_are_drafted_where_the_text_has_no_match() -> None:
     rows = [Sample((0, 6, 7, 3, 4, 5), 1)] * 3
     lookup = LookupOnly(Phrases(phrase_table(rows, VOCAB), VOCAB))
-    conversation = ScriptedEngine(make_geometry(Tree.chain(3), vocab=VOCAB, context=80), no_streams).new_conversation()
-    conversation.text, conversation.length = [5, 6], 2
+    conversation = ScriptedEngine(
+        make_geometry(Tree.chain(3), vocab=VOCAB, context=80), no_streams
+    ).new_conversation()
+    conversation.text = [5, 6]
+    conversation.length = 2
     lookup._draft(conversation, 7)
     assert conversation.drafts[:, 0].tolist() == [3, 4, 5] and lookup._matched == 0
-    conversation.text, conversation.length = [6, 7, 2, 1, 6], 5  # what the text says goes first
+    # what the text says goes first
+    conversation.text = [6, 7, 2, 1, 6]
+    conversation.length = 5
     conversation.drafts[:] = 0
     lookup._draft(conversation, 7)
     assert conversation.drafts[:, 0].tolist() == [2, 1, 6] and lookup._matched == 2
@@ -180,11 +217,18 @@ def test_phrases_are_drafted_where_the_text_has_no_match() -> None:
 
 @settings(deadline=None)
 @given(
-    words=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), prompt=st.lists(st.integers(0, 5), min_size=1)
+    words=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+    prompt=st.lists(st.integers(0, 5), min_size=1),
 )
-def test_answers_without_streams_are_those_of_plain_decoding(words: list[int], prompt: list[int]) -> None:
+def test_answers_without_streams_are_those_of_plain_decoding(
+    words: list[int], prompt: list[int]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scripted, "next_token", lambda context, vocab: words[(sum(context) + len(context)) % len(words)])
+        patch.setattr(
+            scripted,
+            "next_token",
+            lambda context, vocab: words[(sum(context) + len(context)) % len(words)],
+        )
         engine = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB, context=90), no_streams)
         truth = [token for run in runs(engine, plain, prompt[:40]) for token in run]
         adaptive = Adaptive(LookupOnly())
@@ -205,8 +249,11 @@ def test_a_draft_that_a_structure_forbids_is_not_verified(turning: None) -> None
 
 
 def test_without_streams_a_draft_of_the_step_before_hides_no_match() -> None:
-    """Where the host chooses tokens nothing drafts anew after a step, so text of one word has the same draft again."""
-    engine, lookup = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB), no_streams), LookupOnly()
+    """Where the host chooses tokens nothing drafts anew after a step, so text of one word has the
+    same draft again.
+    """
+    engine = ScriptedEngine(make_geometry(Tree.chain(2), vocab=VOCAB), no_streams)
+    lookup = LookupOnly()
     conversation = engine.new_conversation()
     conversation.prefill([5, 5, 5])
     conversation.length = 3

@@ -50,7 +50,9 @@ def flat(runs: Sequence[Sequence[int]]) -> list[int]:
 
 
 def start(tree: Tree, seed: int = 0, oracle: float = 0.7, context: int = 40) -> Conversation:
-    return ScriptedEngine(make_geometry(tree, context=context), random_drafter(seed, oracle)).new_conversation()
+    return ScriptedEngine(
+        make_geometry(tree, context=context), random_drafter(seed, oracle)
+    ).new_conversation()
 
 
 def run(
@@ -66,7 +68,13 @@ def run(
     return [list(found.tokens) for found in runs], runs[-1].reason
 
 
-@given(st.sampled_from(TREES), prompts, st.integers(0, 99), st.floats(0, 1), st.sets(st.integers(0, 10), max_size=2))
+@given(
+    st.sampled_from(TREES),
+    prompts,
+    st.integers(0, 99),
+    st.floats(0, 1),
+    st.sets(st.integers(0, 10), max_size=2),
+)
 def test_every_decoding_mode_gives_greedy_decoding(
     tree: Tree, prompt: list[int], seed: int, oracle: float, stops: set[int]
 ) -> None:
@@ -84,7 +92,10 @@ def test_every_decoding_mode_gives_greedy_decoding(
         else:
             assert reason is (Reason.MAX_TOKENS if len(tokens) == 30 else Reason.CONTEXT)
         # All but the last token are committed, and exactly as plain decoding commits them.
-        assert cache_of(conversation).held[: conversation.length].tolist() == [*prompt, *tokens[:-1]]
+        assert cache_of(conversation).held[: conversation.length].tolist() == [
+            *prompt,
+            *tokens[:-1],
+        ]
 
 
 @given(st.sampled_from(TREES), prompts, st.integers(1, 25))
@@ -96,7 +107,9 @@ def test_max_tokens_is_exact(tree: Tree, prompt: list[int], max_tokens: int) -> 
 
 
 @given(st.sampled_from(TREES), st.integers(1, 40), st.integers(20, 44))
-def test_the_context_ends_every_mode_at_the_same_token(tree: Tree, prompt_tokens: int, context: int) -> None:
+def test_the_context_ends_every_mode_at_the_same_token(
+    tree: Tree, prompt_tokens: int, context: int
+) -> None:
     prompt = [next_token([i], 11) for i in range(min(prompt_tokens, context))]
     answers = set()
     for advance in MODES.values():
@@ -133,7 +146,9 @@ def test_a_turn_after_a_stop_inside_a_run_continues_what_was_said(
 
 
 @given(prompts, st.integers(1, 6), st.sampled_from(TREES))
-def test_a_closed_generator_leaves_the_conversation_usable(prompt: list[int], pieces: int, tree: Tree) -> None:
+def test_a_closed_generator_leaves_the_conversation_usable(
+    prompt: list[int], pieces: int, tree: Tree
+) -> None:
     conversation = start(tree, oracle=0.8)
     steps = decode(conversation, prompt, speculative, stop_at(()), 30)
     said: list[int] = []

@@ -1,4 +1,6 @@
-"""Phrases that the model says often: the table says what a count of the rows says, and a damaged one does no harm."""
+"""Phrases that the model says often: the table says what a count of the rows says, and a damaged
+one does no harm.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,27 @@ def answers(seed: int, words: int) -> list[Sample]:
 @pytest.mark.parametrize("vocab", [VOCAB, 1 << 18, 1 << 24])
 def test_the_table_has_what_mostly_follows(words: int, vocab: int) -> None:
     rows = answers(words, words)
-    known, table = said(rows), Phrases(phrase_table(rows, vocab), vocab)
+    known = said(rows)
+    table = Phrases(phrase_table(rows, vocab), vocab)
     texts = [row.ids[:place] for row in rows for place in range(len(row.ids) + 1)]
-    wanted, found = [longest(known, text) for text in texts], [table.after(text) for text in texts]
+    wanted = [longest(known, text) for text in texts]
+    found = [table.after(text) for text in texts]
     right = sum(one == other for one, other in zip(wanted, found, strict=True))
     # Of phrases that share a place one is kept: then a shorter one speaks, or none.
     assert right > 0.7 * len(texts) and {*found} - {None} <= {*known.values()}
 
 
 def test_a_longer_phrase_is_kept_where_it_says_something_else() -> None:
-    rows = [Sample((0, 1, 2, 3), 1)] * 9 + [Sample((0, 9, 1, 2, 4), 1)] * LEAST * 2 + [Sample((5, 1, 2, 3), 1)] * 20
+    rows = (
+        [Sample((0, 1, 2, 3), 1)] * 9
+        + [Sample((0, 9, 1, 2, 4), 1)] * LEAST * 2
+        + [Sample((5, 1, 2, 3), 1)] * 20
+    )
     table = Phrases(phrase_table(rows, VOCAB), VOCAB)
     assert table.after([1, 2]) == 3 and table.after([7, 1, 2]) == 3 and table.after([9, 1, 2]) == 4
-    assert sum(entry > 0 for entry in memoryview(table.data).cast("I")) <= 6  # (0, 1, 2), (5, 1, 2): nothing new
+    assert (
+        sum(entry > 0 for entry in memoryview(table.data).cast("I")) <= 6
+    )  # (0, 1, 2), (5, 1, 2): nothing new
 
 
 def test_what_the_prompt_says_is_not_counted() -> None:
@@ -82,9 +92,13 @@ def test_rows_without_phrases_give_an_empty_table() -> None:
 
 
 @settings(deadline=None)
-@given(data=st.integers(0, 8).flatmap(lambda n: st.binary(min_size=4 << n, max_size=4 << n)), vocab=st.integers(1, 999))
+@given(
+    data=st.integers(0, 8).flatmap(lambda n: st.binary(min_size=4 << n, max_size=4 << n)),
+    vocab=st.integers(1, 999),
+)
 def test_any_bytes_give_tokens_of_the_model(data: bytes, vocab: int) -> None:
-    table, draw = Phrases(data, vocab), Random(0)
+    table = Phrases(data, vocab)
+    draw = Random(0)
     for _ in range(50):
         token = table.after([draw.randrange(vocab) for _ in range(5)])
         assert token is None or 0 <= token < vocab

@@ -42,7 +42,11 @@ def test_every_decoding_mode_gives_the_same_text_and_tokens(prompt: str, seed: i
         runs = list(session.runs(ids, max_tokens=60, mode=mode))
         assert session.last.tokens == expected
         assert [token for run in runs for token in run.tokens] == expected
-        assert "".join(run.text for run in runs) == session.last.text == session.tokenizer.decode(expected)
+        assert (
+            "".join(run.text for run in runs)
+            == session.last.text
+            == session.tokenizer.decode(expected)
+        )
         assert sum(session.last.accepted) == len(expected) - 1
         assert session.last.reason is (Reason.STOP if expected[-1] == 0 else Reason.MAX_TOKENS)
         if mode != ADAPTIVE:  # which takes both kinds of calls
@@ -59,7 +63,9 @@ def test_a_stop_string_ends_every_mode_at_the_same_token(prompt: str, at: int) -
     stop = whole[at : at + 2]
     if len(stop) < 2:
         return
-    is_shown = [len(text) == 1 for text in written for _ in text]  # special tokens are searched and not shown
+    is_shown = [
+        len(text) == 1 for text in written for _ in text
+    ]  # special tokens are searched and not shown
     expected = "".join(compress(whole[: whole.index(stop)], is_shown))
     answers = set()
     for mode in (ADAPTIVE, *MODES):
@@ -83,7 +89,11 @@ def test_statistics_count_steps_and_not_prefill() -> None:
 def test_one_token_is_no_step() -> None:
     session = make_session(TREE)
     "".join(session.generate("hello", max_tokens=1))
-    assert session.last.steps == 0 and session.last.tokens_per_step == 0 and session.last.tokens_per_second == 0
+    assert (
+        session.last.steps == 0
+        and session.last.tokens_per_step == 0
+        and session.last.tokens_per_second == 0
+    )
 
 
 @given(st.lists(texts, min_size=2, max_size=3), st.integers(0, 20))
@@ -102,7 +112,8 @@ def test_a_later_turn_computes_only_what_is_new() -> None:
     session = make_session(TREE)
     "".join(session.chat("a long first message of many letters", max_tokens=9))
     conversation = session._conversation
-    committed, chunks = conversation.length, cache_of(conversation).chunks
+    committed = conversation.length
+    chunks = cache_of(conversation).chunks
     chunks.clear()
     "".join(session.chat("b", max_tokens=9))
     assert committed > 40 and sum(chunks) < 10
@@ -147,9 +158,12 @@ def test_a_cancelled_answer_ends_after_the_call_that_is_made() -> None:
 
 def test_an_answer_is_cancelled_between_two_calls_of_prefill() -> None:
     session = make_session(TREE)
-    conversation, chunk = session._conversation, session.engine.geometry.chunk
-    prompt, whole = "x" * (3 * chunk), "".join(make_session(TREE).generate("x" * (3 * chunk), max_tokens=9))
-    prefill, chunks = conversation.prefill, []
+    conversation = session._conversation
+    chunk = session.engine.geometry.chunk
+    prompt = "x" * (3 * chunk)
+    whole = "".join(make_session(TREE).generate("x" * (3 * chunk), max_tokens=9))
+    prefill = conversation.prefill
+    chunks = []
 
     def leaving(tokens: Sequence[int]) -> int:
         chunks.append(len(tokens))
@@ -159,7 +173,11 @@ def test_an_answer_is_cancelled_between_two_calls_of_prefill() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(conversation, "prefill", leaving)
         assert list(session.generate(prompt, max_tokens=9)) == []
-    assert chunks == [chunk] and conversation.length == chunk and session.last.reason is Reason.CANCELLED
+    assert (
+        chunks == [chunk]
+        and conversation.length == chunk
+        and session.last.reason is Reason.CANCELLED
+    )
     assert "".join(session.generate(prompt, max_tokens=9)) == whole
 
 
@@ -175,8 +193,12 @@ def test_an_answer_ends_when_a_newer_one_begins() -> None:
 
 def test_an_answer_takes_the_cache_when_its_first_piece_is_asked_for() -> None:
     session = make_session(TREE)
-    expected = {prompt: "".join(make_session(TREE).generate(prompt, max_tokens=20)) for prompt in ("hello", "b")}
-    first, second = session.generate("hello", max_tokens=20), session.generate("b", max_tokens=20)
+    expected = {
+        prompt: "".join(make_session(TREE).generate(prompt, max_tokens=20))
+        for prompt in ("hello", "b")
+    }
+    first = session.generate("hello", max_tokens=20)
+    second = session.generate("b", max_tokens=20)
     with pytest.raises(InputError, match="nothing has been generated"):
         _ = session.last
     next(first)
@@ -184,8 +206,10 @@ def test_an_answer_takes_the_cache_when_its_first_piece_is_asked_for() -> None:
     assert "".join(second) == expected["b"]
     with pytest.raises(InputError, match="ended by a newer one"):
         next(first)
-    # Neither does one that was made first and began last lose anything, nor one that was closed before it began.
-    first, second = session.generate("hello", max_tokens=20), session.generate("b", max_tokens=20)
+    # Neither does one that was made first and began last lose anything, nor one that was closed
+    # before it began.
+    first = session.generate("hello", max_tokens=20)
+    second = session.generate("b", max_tokens=20)
     session.generate("c").close()  # type: ignore[attr-defined]
     assert "".join(second) == expected["b"]
     assert "".join(first) == expected["hello"]
@@ -193,7 +217,8 @@ def test_an_answer_takes_the_cache_when_its_first_piece_is_asked_for() -> None:
 
 def test_a_message_belongs_to_the_conversation_in_which_it_was_made() -> None:
     session = make_session(TREE)
-    one, two = session.chat("a", max_tokens=5), session.chat("b", max_tokens=5)
+    one = session.chat("a", max_tokens=5)
+    two = session.chat("b", max_tokens=5)
     text = "".join(one)
     with pytest.raises(InputError, match="ended by a newer one"):
         next(two)
@@ -209,10 +234,13 @@ def test_a_message_belongs_to_the_conversation_in_which_it_was_made() -> None:
 def test_an_answer_goes_with_the_app_it_was_asked_of() -> None:
     session = make_session(TREE)
     app = SimpleNamespace(instruction="")
-    session._bundle = cast(Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None, roles={}), app=lambda _: app))
+    session._bundle = cast(
+        Bundle, SimpleNamespace(manifest=SimpleNamespace(mode=None, roles={}), app=lambda _: app)
+    )
     session._apps = {name: session.engine.new_conversation() for name in ("letters", "numbers")}
     session.use("letters")
-    answer, kept = session.generate("hello", max_tokens=5), session.generate("hello", max_tokens=5)
+    answer = session.generate("hello", max_tokens=5)
+    kept = session.generate("hello", max_tokens=5)
     session.use("numbers")
     with pytest.raises(InputError, match="use"):
         next(answer)
@@ -244,7 +272,8 @@ def test_a_refused_request_changes_nothing(request_: Callable[[Session], object]
     session = make_session(TREE)
     "".join(session.chat("hello", max_tokens=9))
     answer = session.chat("b", max_tokens=30)
-    text, last = next(answer), session.last
+    text = next(answer)
+    last = session.last
     with pytest.raises((InputError, ConfigError)):
         request_(session)
     assert session.last is last
@@ -284,12 +313,16 @@ def test_an_instruction_stands_before_every_message() -> None:
 
 def test_what_two_prompts_begin_with_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(TREE)
-    first, second = session.prompt_ids("abc abc xyz"), session.prompt_ids("abc abc abc")
+    first = session.prompt_ids("abc abc xyz")
+    second = session.prompt_ids("abc abc abc")
     shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     list(session.runs(first, max_tokens=9))
-    conversation, chunks = session._conversation, list[int]()
+    conversation = session._conversation
+    chunks = list[int]()
     whole = conversation.prefill
-    monkeypatch.setattr(conversation, "prefill", lambda chunk: (chunks.append(len(chunk)), whole(chunk))[1])
+    monkeypatch.setattr(
+        conversation, "prefill", lambda chunk: (chunks.append(len(chunk)), whole(chunk))[1]
+    )
     list(session.runs(second, max_tokens=60))
     assert sum(chunks) == len(second) - shared and shared > 0
     assert session.last.tokens == truth(session, second, 60)
@@ -303,7 +336,10 @@ def test_one_stop_string_need_not_be_in_a_list() -> None:
     ids = session.prompt_ids("abc")
     whole = session.tokenizer.decode(truth(session, ids, 60))
     stop = whole[3:5]
-    assert "".join(run.text for run in session.runs(ids, max_tokens=60, stop=stop)) == whole[: whole.index(stop)]
+    assert (
+        "".join(run.text for run in session.runs(ids, max_tokens=60, stop=stop))
+        == whole[: whole.index(stop)]
+    )
 
 
 def test_a_closed_session_opens_no_app() -> None:
@@ -326,30 +362,74 @@ OTHER_THINGS: tuple[Any, ...] = (None, 7, 1.5, b"x", ["x"])
         (lambda s, v: s.chat(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
         (lambda s, v: s.prompt_ids(v), NO_TEXTS[1:], "prompt is .*, expected a string"),
         (lambda s, v: s.generate("a", system=v), NO_TEXTS[1:], "system is .*, expected a string"),
-        (lambda s, v: s.generate("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
-        (lambda s, v: s.chat("a", max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
-        (lambda s, v: s.runs([3], max_tokens=v), NO_NUMBERS, "max_tokens is .*, expected a whole number"),
-        (lambda s, v: s.generate("a", stop=v), (None, b"x", 5), "stop is .*, expected a list of strings"),
+        (
+            lambda s, v: s.generate("a", max_tokens=v),
+            NO_NUMBERS,
+            "max_tokens is .*, expected a whole number",
+        ),
+        (
+            lambda s, v: s.chat("a", max_tokens=v),
+            NO_NUMBERS,
+            "max_tokens is .*, expected a whole number",
+        ),
+        (
+            lambda s, v: s.runs([3], max_tokens=v),
+            NO_NUMBERS,
+            "max_tokens is .*, expected a whole number",
+        ),
+        (
+            lambda s, v: s.generate("a", stop=v),
+            (None, b"x", 5),
+            "stop is .*, expected a list of strings",
+        ),
         (lambda s, v: s.chat("a", stop=[v]), NO_TEXTS, r"stop\[0\] is .*, expected a string"),
-        (lambda s, v: s.generate("a", speculate=v), (None, 1, "no"), "speculate is .*, expected True or False"),
-        (lambda s, v: s.runs(v), (None, "Hi", b"Hi", 5), "prompt is .*, expected a list of whole numbers"),
-        (lambda s, v: s.runs([3, v]), (None, "a", 2.0, True), r"prompt\[1\] is .*, expected a whole number"),
+        (
+            lambda s, v: s.generate("a", speculate=v),
+            (None, 1, "no"),
+            "speculate is .*, expected True or False",
+        ),
+        (
+            lambda s, v: s.runs(v),
+            (None, "Hi", b"Hi", 5),
+            "prompt is .*, expected a list of whole numbers",
+        ),
+        (
+            lambda s, v: s.runs([3, v]),
+            (None, "a", 2.0, True),
+            r"prompt\[1\] is .*, expected a whole number",
+        ),
         (lambda s, v: s.runs([3], mode=v), (None, 1, ["plain"]), "no decoding mode"),
         (lambda s, v: s.use(v), OTHER_THINGS, "app is .*, expected a string"),
         (lambda s, v: s.preload("a", v), OTHER_THINGS, r"app\[1\] is .*, expected a string"),
         (lambda _, v: Session.open(v), OTHER_THINGS, "a bundle is .*, expected a path"),
         (lambda _, v: Session.open("x", app=v), OTHER_THINGS[1:], "app is .*, expected a string"),
-        (lambda _, v: Session.open("x", threads=v), NO_NUMBERS[1:], "threads is .*, expected a whole number"),
-        (lambda _, v: Session.open("x", options=v), (5, {}, "fast"), "options is .*, expected EngineOptions"),
+        (
+            lambda _, v: Session.open("x", threads=v),
+            NO_NUMBERS[1:],
+            "threads is .*, expected a whole number",
+        ),
+        (
+            lambda _, v: Session.open("x", options=v),
+            (5, {}, "fast"),
+            "options is .*, expected EngineOptions",
+        ),
         (lambda _, v: Bundle.open(v), OTHER_THINGS, "a bundle is .*, expected a path"),
-        (lambda _, v: EngineOptions(spinning=v), (None, 1, "no"), "spinning is .*, expected True or False"),
+        (
+            lambda _, v: EngineOptions(spinning=v),
+            (None, 1, "no"),
+            "spinning is .*, expected True or False",
+        ),
         (
             lambda _, v: add_app(NO_BUNDLE, v, "x"),
             OTHER_THINGS,
             "an app's name is .*, expected a string",
         ),
         (lambda _, v: read_examples([v]), OTHER_THINGS, "a data file is .*, expected a path"),
-        (lambda _, v: read_examples("x", v), NO_NUMBERS[1:], "limit is .*, expected a whole number"),
+        (
+            lambda _, v: read_examples("x", v),
+            NO_NUMBERS[1:],
+            "limit is .*, expected a whole number",
+        ),
     ],
 )
 def test_a_value_of_a_wrong_type_is_named(

@@ -1,4 +1,6 @@
-"""A simulated machine for adaptive decoding: calls take about the time they are said to take, drafts fit by chance."""
+"""A simulated machine for adaptive decoding: calls take about the time they are said to take,
+drafts fit by chance.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ PLAIN = 0.004
 
 @dataclass(frozen=True)
 class Noise:
-    """What makes calls take longer: ``jitter``, the standard deviation of a time's logarithm; ``drift``, how many times
-    longer the machine takes at most, another time after each ``minute`` calls or so; ``outliers``, the share of calls
-    that take five times longer; ``switched``, how many times longer a plain call takes after a step, and a step after a
-    plain call; ``opening``, how many times longer the first call of a kind takes.
+    """What makes calls take longer: ``jitter``, the standard deviation of a time's logarithm;
+    ``drift``, how many times longer the machine takes at most, another time after each ``minute``
+    calls or so; ``outliers``, the share of calls that take five times longer; ``switched``, how
+    many times longer a plain call takes after a step, and a step after a plain call; ``opening``,
+    how many times longer the first call of a kind takes.
     """
 
     jitter: float = 0.0
@@ -36,19 +39,24 @@ class Noise:
 
 
 SHARED = Noise(jitter=0.1, drift=1.6, outliers=0.01, switched=(1.08, 1.04), opening=40.0)
-"""As 8,400 calls of SmolLM2 in INT4 on a virtual machine of two cores, with slower minutes and more outliers."""
+"""As 8,400 calls of SmolLM2 in INT4 on a virtual machine of two cores, with slower minutes and more
+outliers.
+"""
 QUIET = Noise()
 
 
 class Machine:
     """A conversation whose calls take a machine's time. ``cost``: of a step, in plain calls.
 
-    ``fits``: for each call, the probability that a draft is right if those before it are. Only what is left of the
-    last draft can be right after a plain call.
+    ``fits``: for each call, the probability that a draft is right if those before it are. Only what
+    is left of the last draft can be right after a plain call.
     """
 
-    def __init__(self, cost: float, fits: float | Iterator[float], seed: int = 0, noise: Noise = QUIET) -> None:
-        self.cost, self.noise = cost, noise
+    def __init__(
+        self, cost: float, fits: float | Iterator[float], seed: int = 0, noise: Noise = QUIET
+    ) -> None:
+        self.cost = cost
+        self.noise = noise
         self.fits = repeat(fits) if isinstance(fits, float) else fits
         self.now = 0.0
         self.spent = 0.0  # plain calls that would have taken the time, without noise
@@ -67,7 +75,8 @@ class Machine:
         """``short``: half of the drafts, which cost half as much."""
         self._take("short" if short else "step", (1 + self.cost) / 2 if short else self.cost)
         self.verified = self.drafts[: GAMMA // 2 if short else GAMMA]
-        fit, right = next(self.fits), 0
+        fit = next(self.fits)
+        right = 0
         while right < min(self._left, len(self.verified)) and self._draw.random() < fit:
             right += 1
         self._left = GAMMA
@@ -79,7 +88,8 @@ class Machine:
         return 0
 
     def _take(self, kind: str, cost: float) -> None:
-        noise, seconds = self.noise, PLAIN * cost * exp(self._draw.gauss(0, self.noise.jitter))
+        noise = self.noise
+        seconds = PLAIN * cost * exp(self._draw.gauss(0, self.noise.jitter))
         if self._draw.random() < 1 / noise.minute:
             self.slowness *= noise.drift ** self._draw.uniform(-1, 1)
             self.slowness = min(max(self.slowness, 1.0), noise.drift)
@@ -96,7 +106,8 @@ class Machine:
 
     def decode(self, adaptive: Adaptive, tokens: int) -> float:
         """Tokens per plain call's time, without noise."""
-        start, count = self.spent, 0
+        start = self.spent
+        count = 0
         while count < tokens:
             count += len(adaptive(cast(Conversation, self), 0))
         return count / (self.spent - start)
@@ -104,8 +115,11 @@ class Machine:
 
 def fit_for(tokens: float) -> float:
     """The probability with which a step emits so many tokens on average, up to GAMMA + 1."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(GAMMA + 1)) < tokens else (low, middle)
+        low, high = (
+            (middle, high) if sum(middle**i for i in range(GAMMA + 1)) < tokens else (low, middle)
+        )
     return low

@@ -22,7 +22,8 @@ from tests.runtime.scripted import TEMPLATE, make_tokenizer
 
 APP = "letters"
 TREE = Tree.of([[0], [1], [0, 0], [0, 0, 0]])
-CONTEXT, CHUNK = 96, 8
+CONTEXT = 96
+CHUNK = 8
 
 
 @cache
@@ -38,10 +39,18 @@ def _write_base(out: Path) -> None:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=tokenizer.tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, sliding_window=24,
-        eos_token_id=0, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=tokenizer.tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        sliding_window=24,
+        eos_token_id=0,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
     MistralForCausalLM(config).save_pretrained(out)
     (out / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
     (out / "chat_template.jinja").write_text(TEMPLATE)
@@ -74,8 +83,12 @@ def _write_adapter(out: Path, token_rank: int) -> None:
 
 
 @cache
-def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0, choose: bool = False) -> Bundle:
-    """The bundle in a precision. Without streams its step verifies ``repeats`` drafts of the host, if there are any.
+def tiny_bundle(
+    quant: str = "fp32", streams: bool = True, repeats: int = 0, choose: bool = False
+) -> Bundle:
+    """The bundle in a precision.
+
+    Without streams its step verifies ``repeats`` drafts of the host, if there are any.
 
     ``choose``: the host can choose tokens, too.
     """
@@ -97,17 +110,26 @@ def tiny_bundle(quant: str = "fp32", streams: bool = True, repeats: int = 0, cho
         )
         export_bundle(options, lambda *_: None)
 
-    return Bundle.open(made_once(f"tiny/bundle-{quant}-{streams}-{repeats}{'-choose' * choose}", export))
+    return Bundle.open(
+        made_once(f"tiny/bundle-{quant}-{streams}-{repeats}{'-choose' * choose}", export)
+    )
 
 
 def bundle_with_a_phrase(out: Path, *, beyond: bool = False) -> tuple[Bundle, list[int], list[int]]:
-    """A bundle without streams, a prompt of it and the first three tokens of the answer, of which its phrases say the
-    second. ``beyond``: they say a token that the model does not have."""
+    """A bundle without streams, a prompt of it and the first three tokens of the answer, of which
+    its phrases say the second.
+
+    ``beyond``: they say a token that the model does not have.
+    """
     mine = tiny_bundle("int8", streams=False, repeats=4)
     vocab = mine.geometry.vocab
     with Session.open(mine, options=EngineOptions(threads=1, kernels=False)) as session:
         for prompt in ([token] for token in range(1, vocab)):
-            answer = [token for run in session.runs(prompt, max_tokens=3, mode="plain") for token in run.tokens]
+            answer = [
+                token
+                for run in session.runs(prompt, max_tokens=3, mode="plain")
+                for token in run.tokens
+            ]
             if len(answer) == 3:
                 break
     table = phrase_table([Sample((*prompt, *answer[:2]), 1)] * LEAST, vocab)

@@ -10,7 +10,9 @@ def answer(conversation: Any, prompt: Sequence[int], steps: int) -> list[int]:
     return taking_turns([conversation], [prompt], steps)[0]
 
 
-def taking_turns(conversations: Sequence[Any], prompts: Sequence[Sequence[int]], steps: int) -> list[list[int]]:
+def taking_turns(
+    conversations: Sequence[Any], prompts: Sequence[Sequence[int]], steps: int
+) -> list[list[int]]:
     """The tokens of each conversation, a step of one after a step of the other."""
     answers = []
     for conversation, prompt in zip(conversations, prompts, strict=True):

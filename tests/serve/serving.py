@@ -28,7 +28,8 @@ TEMPLATE = """{% for tool in tools or [] %}<system>{{ tool.function.name }}</s>{
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}</s>{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 USER = {"role": "user", "content": "hello"}
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 
 
 @cache
@@ -46,7 +47,9 @@ def tiny_session(choose: bool = True) -> Iterator[Session]:
 
 
 @contextmanager
-def served(session: Session, waiting: int = 4, key: str | None = None, devices: int = 0) -> Iterator[tuple[int, Guard]]:
+def served(
+    session: Session, waiting: int = 4, key: str | None = None, devices: int = 0
+) -> Iterator[tuple[int, Guard]]:
     """The port of a server while it runs, and its application."""
     app = application(session, waiting=waiting, hosts=HOSTS, key=key, devices=devices)
     with running(app) as port:
@@ -56,7 +59,8 @@ def served(session: Session, waiting: int = 4, key: str | None = None, devices: 
 @contextmanager
 def running(app: ASGIApp) -> Iterator[int]:
     """The port of an application's server while it runs."""
-    listening, running = socket.create_server((LOOPBACK, 0)), server(app)
+    listening = socket.create_server((LOOPBACK, 0))
+    running = server(app)
     thread = Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

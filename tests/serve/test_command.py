@@ -25,9 +25,13 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     return said.err
 
 
-def test_what_others_can_reach_needs_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_others_can_reach_needs_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for host in ("0.0.0.0", "192.168.1.5", "::"):
-        assert f"--host {host}: a server that others can reach needs --key-file" in refused(capsys, "b", "--host", host)
+        assert f"--host {host}: a server that others can reach needs --key-file" in refused(
+            capsys, "b", "--host", host
+        )
     assert "expected an address such as 127.0.0.1" in refused(capsys, "b", "--host", "example")
     for key in ("", "short", "a key of many characters", "ключ" * 5):
         (tmp_path / "key").write_text(key, "utf-8")
@@ -48,9 +52,20 @@ def test_a_port_that_cannot_be_had_is_refused(capsys: pytest.CaptureFixture[str]
 @pytest.mark.skipif(os.name == "nt", reason="no fork here")
 def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("a-long-enough-key\n")
-    command = [sys.executable, "-m", "ssdevice", "serve", tiny_bundle(choose=True).folder, "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "ssdevice",
+        "serve",
+        tiny_bundle(choose=True).folder,
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(
-        [*command, "--key-file", tmp_path / "key"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--key-file", tmp_path / "key"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as server:
         assert server.stdout is not None and server.stderr is not None
         try:

@@ -20,7 +20,9 @@ from ssdevice.serve.guard import MAX_BODY, Guard
 from ssdevice.serve.names import LOOPBACK
 from tests.serve.serving import CHAT, USER, ask, chat, served, tiny_session
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,8 @@ def opened() -> Iterator[Session]:
 @pytest.fixture
 def gate(opened: Session, monkeypatch: pytest.MonkeyPatch) -> Semaphore:
     """Each call of the model waits for a release."""
-    gate, runs = Semaphore(0), opened.runs
+    gate = Semaphore(0)
+    runs = opened.runs
 
     def gated(*args: Any, **kwargs: Any) -> Iterator[Any]:
         with closing(runs(*args, **kwargs)) as given:
@@ -72,11 +75,15 @@ def metric(port: int, name: str) -> float:
         response = connection.getresponse()
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = response.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith(f"ssdevice_{name} ")).rpartition(" ")[2])
+    return float(
+        next(line for line in lines if line.startswith(f"ssdevice_{name} ")).rpartition(" ")[2]
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_its_answer(gate: Semaphore, server: tuple[int, Guard], stream: bool) -> None:
+def test_a_client_that_leaves_cancels_its_answer(
+    gate: Semaphore, server: tuple[int, Guard], stream: bool
+) -> None:
     port, _ = server
     with post(port, stream=stream, max_tokens=50) as leaving:
         until(lambda: metric(port, "pending_requests") == 1)
@@ -92,7 +99,9 @@ def test_a_client_that_leaves_cancels_its_answer(gate: Semaphore, server: tuple[
     assert ask(port, CHAT, chat())[0] == 200
 
 
-def test_a_client_that_leaves_the_queue_is_forgotten(gate: Semaphore, server: tuple[int, Guard]) -> None:
+def test_a_client_that_leaves_the_queue_is_forgotten(
+    gate: Semaphore, server: tuple[int, Guard]
+) -> None:
     port, _ = server
     with post(port) as first:
         until(lambda: metric(port, "pending_requests") == 1)
@@ -117,7 +126,10 @@ def test_a_client_that_closes_its_half_has_left(gate: Semaphore, server: tuple[i
 
 
 def test_clients_are_told_that_the_server_ends(
-    gate: Semaphore, opened: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gate: Semaphore,
+    opened: Session,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(guard, "LAST_WORDS_S", 1)
     with served(opened) as (port, _):
@@ -130,7 +142,11 @@ def test_clients_are_told_that_the_server_ends(
     gate.release(100)
     with first, closing(HTTPResponse(second)) as answer:
         *_, last, done = whole(first).split(b"data: ")
-        assert b'"message":"the server ends"' in last and done.startswith(b"[DONE]") and done.endswith(b"0\r\n\r\n")
+        assert (
+            b'"message":"the server ends"' in last
+            and done.startswith(b"[DONE]")
+            and done.endswith(b"0\r\n\r\n")
+        )
         answer.begin()
         assert (answer.status, json.load(answer)["error"]["message"]) == (503, "the server ends")
     opened.worker.submit(int).result(30)  # what the model was at is over
@@ -143,7 +159,9 @@ def whole(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_more_than_may_wait_are_told_to_come_back(gate: Semaphore, server: tuple[int, Guard]) -> None:
+def test_more_than_may_wait_are_told_to_come_back(
+    gate: Semaphore, server: tuple[int, Guard]
+) -> None:
     port, _ = server
     with post(port) as first, post(port) as second:
         until(lambda: metric(port, "pending_requests") == 2)
@@ -152,7 +170,10 @@ def test_more_than_may_wait_are_told_to_come_back(gate: Semaphore, server: tuple
                 content = json.dumps(chat(stream=stream))
                 connection.request("POST", CHAT, content, {"Content-Type": "application/json"})
                 response = connection.getresponse()
-                assert (response.status, json.loads(response.read())["error"]["code"]) == (429, "rate_limit_exceeded")
+                assert (response.status, json.loads(response.read())["error"]["code"]) == (
+                    429,
+                    "rate_limit_exceeded",
+                )
                 assert int(response.headers["Retry-After"]) >= 1
         gate.release(100)
         assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"
@@ -161,7 +182,10 @@ def test_more_than_may_wait_are_told_to_come_back(gate: Semaphore, server: tuple
 def test_a_flood_gets_answers_or_refusals(opened: Session) -> None:
     with served(opened, waiting=3) as (port, _):
         found: list[int] = []
-        threads = [Thread(target=lambda: found.append(ask(port, CHAT, chat(max_tokens=2))[0])) for _ in range(40)]
+        threads = [
+            Thread(target=lambda: found.append(ask(port, CHAT, chat(max_tokens=2))[0]))
+            for _ in range(40)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -175,7 +199,9 @@ def test_requests_are_of_bounded_size(server: tuple[int, Guard]) -> None:
     large = chat(messages=[{**USER, "content": "a" * MAX_BODY}])
     status, answer = ask(port, CHAT, large)
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
-    with socket.create_connection((LOOPBACK, port), timeout=30) as endless:  # its length is not said
+    with socket.create_connection(
+        (LOOPBACK, port), timeout=30
+    ) as endless:  # its length is not said
         endless.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         with suppress(ConnectionError):
             for _ in range(100):
@@ -195,7 +221,10 @@ def test_slow_clients_are_left(opened: Session, monkeypatch: pytest.MonkeyPatch)
     with served(opened) as (port, _):
         with socket.create_connection((LOOPBACK, port), timeout=30) as idle:
             assert idle.recv(1) == b""
-        with socket.create_connection((LOOPBACK, port), timeout=30) as slow, suppress(ConnectionError):
+        with (
+            socket.create_connection((LOOPBACK, port), timeout=30) as slow,
+            suppress(ConnectionError),
+        ):
             for _ in range(100):  # a byte now and then is no request
                 slow.sendall(b"G")
                 sleep(0.05)
@@ -211,7 +240,10 @@ def test_connections_are_bounded(opened: Session, monkeypatch: pytest.MonkeyPatc
     with served(opened) as (port, _):
         idle = [socket.create_connection((LOOPBACK, port), timeout=30) for _ in range(2)]
         sleep(0.1)
-        with socket.create_connection((LOOPBACK, port), timeout=30) as another, suppress(ConnectionError):
+        with (
+            socket.create_connection((LOOPBACK, port), timeout=30) as another,
+            suppress(ConnectionError),
+        ):
             assert another.recv(1) == b""
         for each in idle:
             each.close()
@@ -225,11 +257,18 @@ def refused(port: int) -> bool:
         return True
 
 
-def test_no_part_of_an_answer_waits_for_an_acknowledgement(opened: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, expect = list[int](), guard.Protocol._expect_request
+def test_no_part_of_an_answer_waits_for_an_acknowledgement(
+    opened: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[int]()
+    expect = guard.Protocol._expect_request
 
     def spy(self: guard.Protocol) -> None:
-        seen.append(self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        seen.append(
+            self.transport.get_extra_info("socket").getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY
+            )
+        )
         expect(self)
 
     monkeypatch.setattr(guard.Protocol, "_expect_request", spy)
@@ -243,7 +282,10 @@ def test_metrics_count_tokens_and_steps(server: tuple[int, Guard]) -> None:
     usage = [ask(port, CHAT, chat())[1]["usage"] for _ in range(2)]
     assert metric(port, "completion_tokens_total") == 16
     assert metric(port, "prompt_tokens_total") == sum(each["prompt_tokens"] for each in usage)
-    assert metric(port, "cached_tokens_total") == sum(each["prompt_tokens_details"]["cached_tokens"] for each in usage)
-    steps, stepped = metric(port, "steps_total"), metric(port, "stepped_tokens_total")
+    assert metric(port, "cached_tokens_total") == sum(
+        each["prompt_tokens_details"]["cached_tokens"] for each in usage
+    )
+    steps = metric(port, "steps_total")
+    stepped = metric(port, "stepped_tokens_total")
     assert metric(port, "tokens_per_step") == pytest.approx(stepped / steps) and stepped == 14
     assert metric(port, "decode_seconds_total") > 0 and metric(port, "answers_total") == 2

@@ -40,7 +40,9 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
-    return client.chat.completions.create(**{"model": APP, "messages": [USER], "max_tokens": 12, **more})
+    return client.chat.completions.create(
+        **{"model": APP, "messages": [USER], "max_tokens": 12, **more}
+    )
 
 
 def test_apps_are_models(client: openai.OpenAI) -> None:
@@ -48,33 +50,52 @@ def test_apps_are_models(client: openai.OpenAI) -> None:
 
     assert [model.id for model in client.models.list()] == [APP]
     assert client.models.retrieve(APP).owned_by == "ssdevice"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'another'; the bundle's apps are letters"):
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'another'; the bundle's apps are letters"
+    ):
         client.models.retrieve("another")
 
 
 def test_an_answer_is_that_of_a_session(client: openai.OpenAI, other: Session) -> None:
     messages = [{"role": "system", "content": "Be brief."}, USER]
     answer = ask(client, messages=messages, temperature=0)
-    assert answer.choices[0].message.content == "".join(other.chat(messages=messages, max_tokens=12))
-    assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.content == "".join(
+        other.chat(messages=messages, max_tokens=12)
+    )
+    assert (
+        answer.choices[0].message.role == "assistant"
+        and answer.choices[0].finish_reason == "length"
+    )
     assert answer.usage.prompt_tokens == other.last.prompt_tokens
-    assert answer.usage.completion_tokens == 12 and answer.usage.total_tokens == other.last.prompt_tokens + 12
+    assert (
+        answer.usage.completion_tokens == 12
+        and answer.usage.total_tokens == other.last.prompt_tokens + 12
+    )
 
 
 def test_without_a_temperature_the_answer_is_greedy(client: openai.OpenAI) -> None:
-    zero = [{"temperature": 0, "top_p": 0.5}, {"temperature": 0, "seed": 1}, {"temperature": 0, "seed": 2}]
+    zero = [
+        {"temperature": 0, "top_p": 0.5},
+        {"temperature": 0, "seed": 1},
+        {"temperature": 0, "seed": 2},
+    ]
     assert len({ask(client, **more).choices[0].message.content for more in ({}, *zero)}) == 1
 
 
-def test_a_seed_gives_one_answer_and_none_a_new_one_each_time(client: openai.OpenAI, other: Session) -> None:
+def test_a_seed_gives_one_answer_and_none_a_new_one_each_time(
+    client: openai.OpenAI, other: Session
+) -> None:
     def said(**more: Any) -> Any:
         return ask(client, temperature=1.5, **more)
 
-    sampling = Sampling(temperature=1.5, top_p=0.9, presence_penalty=0.5, logit_bias={9: 3.0}, seed=7)
+    sampling = Sampling(
+        temperature=1.5, top_p=0.9, presence_penalty=0.5, logit_bias={9: 3.0}, seed=7
+    )
     asked = {"top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {"9": 3.0}, "seed": 7}
     expected = "".join(other.chat(messages=[USER], max_tokens=12, sampling=sampling))
     assert said(**asked).choices[0].message.content == expected
-    first, second = said(), said()
+    first = said()
+    second = said()
     assert first.choices[0].message.content != second.choices[0].message.content
     assert said(seed=first.seed).choices[0].message.content == first.choices[0].message.content
 
@@ -93,7 +114,9 @@ def test_what_typical_acceptance_may_have_changed_is_marked(client: openai.OpenA
     inexact = {"extra_body": {"typical_acceptance": 0.1}}
     assert ask(client, temperature=1, **inexact).inexact is True
     assert not hasattr(ask(client, temperature=1), "inexact")
-    with pytest.raises(openai.BadRequestError, match="typical_acceptance goes with a temperature above 0"):
+    with pytest.raises(
+        openai.BadRequestError, match="typical_acceptance goes with a temperature above 0"
+    ):
         ask(client, temperature=0, **inexact)
 
 
@@ -103,7 +126,10 @@ def test_a_stream_has_the_same_text_and_ends_with_usage(client: openai.OpenAI) -
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     whole = ask(client)
     assert text == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "length"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [
+        None,
+        "length",
+    ]
     assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 12
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in ask(client, stream=True))
@@ -126,8 +152,11 @@ def test_log_probabilities_are_the_model_s(client: openai.OpenAI, other: Session
         for each in chunk.choices[0].logprobs.content
     ]
     for found in (ask(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content, streamed):
-        # Adaptive decoding's timings decide between one row and a tree, and ONNX Runtime's own operators round by rows.
-        assert [each.logprob for each in found] == pytest.approx([each.chosen for each in expected.logprobs], abs=1e-5)
+        # Adaptive decoding's timings decide between one row and a tree, and ONNX Runtime's own
+        # operators round by rows.
+        assert [each.logprob for each in found] == pytest.approx(
+            [each.chosen for each in expected.logprobs], abs=1e-5
+        )
         for each, values in zip(found, (each.values for each in expected.logprobs), strict=True):
             assert [top.logprob for top in each.top_logprobs] == pytest.approx(values, abs=1e-5)
         assert bytes(b for each in found for b in each.bytes).decode() == expected.text
@@ -135,7 +164,11 @@ def test_log_probabilities_are_the_model_s(client: openai.OpenAI, other: Session
 
 def test_the_cache_holds_the_conversation(client: openai.OpenAI) -> None:
     first = ask(client)
-    again = [USER, {"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "b"}]
+    again = [
+        USER,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "b"},
+    ]
     usage = ask(client, messages=again).usage
     assert usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 2
 
@@ -158,7 +191,10 @@ SCHEMA = {
 
 
 def test_an_answer_has_the_form_that_is_asked_for(client: openai.OpenAI) -> None:
-    described = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    described = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+    }
     answer = ask(client, response_format=described, max_tokens=40)
     assert json.loads(answer.choices[0].message.content)["n"] in range(10)
     assert answer.choices[0].finish_reason == "stop"
@@ -174,9 +210,11 @@ def test_a_call_can_be_forced(client: openai.OpenAI, choice: Any, stream: bool) 
     if stream:
         chunks = [chunk.choices[0] for chunk in answer]
         assert not any(chunk.delta.content for chunk in chunks)
-        calls, reason = [call for chunk in chunks for call in chunk.delta.tool_calls or []], chunks[-1].finish_reason
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+        reason = chunks[-1].finish_reason
     else:
-        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+        message = answer.choices[0].message
+        reason = answer.choices[0].finish_reason
         calls = message.tool_calls
         assert message.content is None
     assert reason == "tool_calls" and len(calls) == 1 and calls[0].id
@@ -190,8 +228,14 @@ def test_functions_may_define_one_name_in_two_ways(client: openai.OpenAI) -> Non
         each["function"]["parameters"]["$defs"] = {"x": {"enum": values}}
     for name, n in (("one", 1), ("two", 2)):
         choice = {"type": "function", "function": {"name": name}}
-        called = ask(client, tools=tools, tool_choice=choice, max_tokens=60).choices[0].message.tool_calls
-        assert [(call.function.name, json.loads(call.function.arguments)) for call in called] == [(name, {"n": n})]
+        called = (
+            ask(client, tools=tools, tool_choice=choice, max_tokens=60)
+            .choices[0]
+            .message.tool_calls
+        )
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in called] == [
+            (name, {"n": n})
+        ]
 
 
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
@@ -209,11 +253,19 @@ CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
     ],
 )
 def test_calls_are_found_and_what_only_looks_like_one_is_text(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, text: str, content: str | None, called: list[str]
+    client: openai.OpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    content: str | None,
+    called: list[str],
 ) -> None:
     writing = Sampling(structure=Structure.regex(re.escape(text).replace("\\ ", " ")))
     monkeypatch.setattr(decoder, "_sampling", lambda *_: writing)
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [LOOK, tool("none")], "max_tokens": 80}
+    asked = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [LOOK, tool("none")],
+        "max_tokens": 80,
+    }
     whole = ask(client, **asked).choices[0]
     assert whole.message.content == content
     assert [call.function.name for call in whole.message.tool_calls or []] == called
@@ -221,14 +273,19 @@ def test_calls_are_found_and_what_only_looks_like_one_is_text(
     chunks = [chunk.choices[0] for chunk in ask(client, **asked, stream=True)]
     streamed = "".join(chunk.delta.content or "" for chunk in chunks)
     assert (streamed.strip() or None) == content
-    assert [call.function.name for chunk in chunks for call in chunk.delta.tool_calls or []] == called
+    assert [
+        call.function.name for chunk in chunks for call in chunk.delta.tool_calls or []
+    ] == called
     assert chunks[-1].finish_reason == whole.finish_reason
     assert not called or "<" not in streamed
 
 
 def test_results_of_calls_are_given_back(client: openai.OpenAI) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    asked = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     answer = ask(client, messages=[*asked, {"role": "tool", "tool_call_id": "1", "content": "b"}])
     assert answer.usage.completion_tokens == 12
 
@@ -244,7 +301,8 @@ def test_completions_continue_a_text(client: openai.OpenAI, other: Session) -> N
     found = answer.choices[0].logprobs
     assert "".join(found.tokens) == other.last.text
     assert [
-        answer.choices[0].text[at:][: len(token)] for at, token in zip(found.text_offset, found.tokens, strict=True)
+        answer.choices[0].text[at:][: len(token)]
+        for at, token in zip(found.text_offset, found.tokens, strict=True)
     ] == found.tokens
     assert np.allclose(found.token_logprobs, [each.chosen for each in other.last.logprobs])
     streamed = client.completions.create(model=APP, prompt="once", stream=True)

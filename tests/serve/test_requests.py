@@ -1,4 +1,6 @@
-"""What the server refuses, and how: a status, and an error in OpenAI's form that names the parameter."""
+"""What the server refuses, and how: a status, and an error in OpenAI's form that names the
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -32,53 +34,110 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("an unknown parameter", {"temprature": 1}, "temprature", "did you mean 'temperature'?"),
     ("two answers", {"n": 2}, "n", "n can only be 1 here"),
     ("true for a number", {"n": True}, "n", "n can only be 1 here"),
-    ("an effort", {"reasoning_effort": "low"}, "reasoning_effort", "unknown key 'reasoning_effort'"),
+    (
+        "an effort",
+        {"reasoning_effort": "low"},
+        "reasoning_effort",
+        "unknown key 'reasoning_effort'",
+    ),
     ("no text in messages", {"messages": "hello"}, None, "messages is str"),
     ("two questions", {"messages": [USER, USER]}, None, "role 'user' cannot come after 'user'"),
-    ("an image", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "reads text only"),
+    (
+        "an image",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        None,
+        "reads text only",
+    ),
     ("a cold temperature", {"temperature": -1}, None, "temperature is -1"),
     ("a temperature in words", {"temperature": "hot"}, None, "temperature is 'hot'"),
     ("no top_p", {"temperature": 1, "top_p": 0}, None, "top_p is 0"),
     ("a huge seed", {"seed": 1 << 64}, None, "seed is 18446744073709551616"),
     ("a stream in words", {"stream": "maybe"}, "stream", "expected True or False"),
-    ("usage without a stream", {"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
+    (
+        "usage without a stream",
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+        "goes with stream",
+    ),
     ("no tokens", {"max_tokens": 0}, "max_tokens", "expected 1 or more"),
     ("half a token", {"max_tokens": 1.5}, "max_tokens", "expected a whole number"),
     ("two limits", {"max_completion_tokens": 3}, "max_tokens", "give one of them"),
     ("alternatives without logprobs", {"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
-    ("too many alternatives", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
+    (
+        "too many alternatives",
+        {"logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "expected 0 to 20",
+    ),
     ("an empty stop", {"stop": [""]}, "stop", "none of them empty"),
     ("many stops", {"stop": ["a"] * 17}, "stop", "at most 16"),
     ("a bias of a word", {"logit_bias": {"hello": 1}}, "logit_bias", "its keys are token ids"),
-    ("a bias of no token", {"logit_bias": {"4000": 1}}, None, "token 4000 is not one of the model's"),
-    ("another form", {"response_format": {"type": "xml"}}, "response_format", "expected text, json_object"),
-    ("no schema", {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is NoneType"),
+    (
+        "a bias of no token",
+        {"logit_bias": {"4000": 1}},
+        None,
+        "token 4000 is not one of the model's",
+    ),
+    (
+        "another form",
+        {"response_format": {"type": "xml"}},
+        "response_format",
+        "expected text, json_object",
+    ),
+    (
+        "no schema",
+        {"response_format": {"type": "json_schema"}},
+        "response_format",
+        "json_schema is NoneType",
+    ),
     (
         "a schema that is none",
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "number", "minimum": "a"}}}},
-        None, "JSON schema",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "number", "minimum": "a"}},
+            }
+        },
+        None,
+        "JSON schema",
     ),
-    ("tools and a form", {"tools": [tool()], "response_format": {"type": "json_object"}}, "tools", "cannot go with"),
+    (
+        "tools and a form",
+        {"tools": [tool()], "response_format": {"type": "json_object"}},
+        "tools",
+        "cannot go with",
+    ),
     ("a choice of no tools", {"tool_choice": "required"}, "tool_choice", "needs tools"),
     ("a tool that is none", {"tools": [{"type": "retrieval"}]}, "tools", "expected 'function'"),
     ("a tool without a name", {"tools": [tool("")]}, "tools", "name is empty"),
     (
         "another function",
         {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "hide"}}},
-        "tool_choice", "names none of the functions look",
+        "tool_choice",
+        "names none of the functions look",
     ),
     ("half a character for a key", {"\ud83d": 1}, "\ud83d", "unknown key"),
     (
         "half a character for a function",
-        {"tools": [tool("\ud83d")], "tool_choice": {"type": "function", "function": {"name": "look"}}},
-        "tool_choice", "names none of the functions \ud83d",
+        {
+            "tools": [tool("\ud83d")],
+            "tool_choice": {"type": "function", "function": {"name": "look"}},
+        },
+        "tool_choice",
+        "names none of the functions \ud83d",
     ),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("more", "param", "words"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_makes_no_sense_is_refused(port: int, more: dict[str, Any], param: str | None, words: str) -> None:
-    for stream in ({}, {"stream": True}) if not more.keys() & {"stream", "stream_options"} else ({},):
+@pytest.mark.parametrize(
+    ("more", "param", "words"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
+def test_what_makes_no_sense_is_refused(
+    port: int, more: dict[str, Any], param: str | None, words: str
+) -> None:
+    for stream in (
+        ({}, {"stream": True}) if not more.keys() & {"stream", "stream_options"} else ({},)
+    ):
         status, answer = ask(port, CHAT, chat(**stream, **more))
         error = answer["error"]
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
@@ -103,7 +162,9 @@ def test_content_that_is_no_request_is_refused(port: int, content: bytes, words:
     assert status == 400 and words in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("prompt", [None, 3, {}, [], "", ["a", "b"], [[1], [2]], [4000], [-1], [True]])
+@pytest.mark.parametrize(
+    "prompt", [None, 3, {}, [], "", ["a", "b"], [[1], [2]], [4000], [-1], [True]]
+)
 def test_a_prompt_is_one_text_or_ids(port: int, prompt: Any) -> None:
     status, _ = ask(port, TEXT, {"model": APP, "prompt": prompt})
     assert status == 400
@@ -117,14 +178,32 @@ def test_what_does_not_fit_the_context_is_refused(port: int) -> None:
 
 
 def test_values_that_ask_for_nothing_are_accepted(port: int) -> None:
-    neutral = {"n": 1, "store": False, "parallel_tool_calls": True, "user": "me", "stop": None, "tools": []}
+    neutral = {
+        "n": 1,
+        "store": False,
+        "parallel_tool_calls": True,
+        "user": "me",
+        "stop": None,
+        "tools": [],
+    }
     assert ask(port, CHAT, chat(**neutral))[0] == 200
-    assert ask(port, CHAT, chat(tools=[tool()], tool_choice="none", response_format={"type": "json_object"}))[0] == 200
+    assert (
+        ask(
+            port,
+            CHAT,
+            chat(tools=[tool()], tool_choice="none", response_format={"type": "json_object"}),
+        )[0]
+        == 200
+    )
 
 
 def test_an_unknown_model_and_path_are_404(port: int) -> None:
     status, answer = ask(port, CHAT, chat(model="gpt-4"))
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
     assert ask(port, "/v1/embeddings", {})[0] == 404
     status, answer = ask(port, CHAT)
     assert status == 405 and answer["error"]["message"]
@@ -133,7 +212,11 @@ def test_an_unknown_model_and_path_are_404(port: int) -> None:
 def test_a_bundle_that_chooses_in_its_graph_serves_greedily_only() -> None:
     with tiny_session(choose=False) as session, served(session) as (port, _):
         assert ask(port, CHAT, chat(temperature=0, seed=3))[0] == 200
-        for more in ({"temperature": 0.5}, {"logprobs": True}, {"response_format": {"type": "json_object"}}):
+        for more in (
+            {"temperature": 0.5},
+            {"logprobs": True},
+            {"response_format": {"type": "json_object"}},
+        ):
             status, answer = ask(port, CHAT, chat(**more))
             assert status == 400 and "export it with --choose host" in answer["error"]["message"]
 
@@ -156,7 +239,12 @@ def test_what_pages_may_send_unasked_is_refused(port: int) -> None:
 def test_a_key_is_needed_everywhere_but_for_health(session: Session) -> None:
     with served(session, key=KEY) as (port, _):
         assert ask(port, "/health") == (200, {"status": "ok"})
-        for headers in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": KEY}, {"Authorization": "Bearer é"}):
+        for headers in (
+            {},
+            {"Authorization": f"Bearer {KEY}x"},
+            {"Authorization": KEY},
+            {"Authorization": "Bearer é"},
+        ):
             status, answer = ask(port, "/v1/models", **headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         assert ask(port, CHAT, chat(), Authorization=f"Bearer {KEY}")[0] == 200
@@ -178,6 +266,9 @@ def test_a_failure_is_the_server_s_and_it_lives_on(
             for stream in (False, True):
                 status, answer = ask(port, CHAT, chat(stream=stream))
                 assert (status, answer["error"]["type"]) == (500, "server_error")
-                assert words in answer["error"]["message"] and "secret" not in answer["error"]["message"]
+                assert (
+                    words in answer["error"]["message"]
+                    and "secret" not in answer["error"]["message"]
+                )
     assert "ZeroDivisionError: secret" in caplog.text
     assert ask(port, CHAT, chat())[0] == 200

@@ -1,4 +1,6 @@
-"""A device drafts and a server verifies: the server's tokens while it answers, the device's own while it does not."""
+"""A device drafts and a server verifies: the server's tokens while it answers, the device's own
+while it does not.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from ssdevice.cli import main
 from ssdevice.errors import InputError
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.session import Session
-from ssdevice.runtime.split import BINARY, Link, SplitEngine, VerifyAt, packed, packed_answer, unpacked
+from ssdevice.runtime.split import (
+    BINARY,
+    Link,
+    SplitEngine,
+    VerifyAt,
+    packed,
+    packed_answer,
+    unpacked,
+)
 from ssdevice.serve.names import LOOPBACK
 from ssdevice.serve.verifying import Verifying
 from ssdevice.tree import Tree
@@ -52,14 +62,18 @@ def port() -> Iterator[int]:
 def device(port: int, **more: Any) -> Iterator[Session]:
     """A session of the same model in INT8, which drafts for the server at a port."""
     at = VerifyAt(f"http://{LOOPBACK}:{port}/v1", **{"key": KEY, **more})
-    with Session.open(tiny_bundle("int8"), options=EngineOptions(threads=1, verify_at=at)) as session:
+    with Session.open(
+        tiny_bundle("int8"), options=EngineOptions(threads=1, verify_at=at)
+    ) as session:
         session.tokenizer = tokenizer()
         yield session
 
 
 def plainly(session: Session, ids: list[int], most: int = 80) -> list[int]:
     """The greedy tokens after a prompt, one call each."""
-    return [token for run in session.runs(ids, max_tokens=most, mode="plain") for token in run.tokens]
+    return [
+        token for run in session.runs(ids, max_tokens=most, mode="plain") for token in run.tokens
+    ]
 
 
 def tokens(session: Session, ids: list[int], most: int = 80) -> list[int]:
@@ -67,11 +81,16 @@ def tokens(session: Session, ids: list[int], most: int = 80) -> list[int]:
 
 
 class Cable:
-    """A way to a port that can be cut: ``dead`` connections take everything and give nothing, others are closed."""
+    """A way to a port that can be cut: ``dead`` connections take everything and give nothing,
+    others are closed.
+    """
 
     def __init__(self, port: int) -> None:
-        self.to, self.listening = port, socket.create_server((LOOPBACK, 0))
-        self.port, self.dead, self.joined = self.listening.getsockname()[1], Event(), Event()
+        self.to = port
+        self.listening = socket.create_server((LOOPBACK, 0))
+        self.port = self.listening.getsockname()[1]
+        self.dead = Event()
+        self.joined = Event()
         self.joined.set()
         self.ends: list[socket.socket] = []
         Thread(target=self.accept, daemon=True).start()
@@ -115,7 +134,9 @@ def test_tokens_are_those_of_the_server_s_plain_decoding(port: int, large: Sessi
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 def test_a_device_with_short_steps_drafts_as_many_tokens_as_it_is_told(drafts: int) -> None:
     mine = ScriptedEngine(make_geometry(Tree.chain(4), short=2), random_drafter(0, 0.0))
-    link = SimpleNamespace(at=VerifyAt("http://localhost:1", drafts=drafts), limits=lambda: None, tokenizer="")
+    link = SimpleNamespace(
+        at=VerifyAt("http://localhost:1", drafts=drafts), limits=lambda: None, tokenizer=""
+    )
     engine = SplitEngine(mine, cast(Link, link))
     assert engine.geometry.tree == Tree.chain(drafts) and not engine.new_conversation().short
 
@@ -136,7 +157,10 @@ def test_devices_take_turns(port: int, large: Session) -> None:
     with ExitStack() as stack:
         sessions = [stack.enter_context(device(port)) for _ in range(2)]
         found: list[Any] = [None, None]
-        threads = [Thread(target=lambda i=i: found.__setitem__(i, tokens(sessions[i], PROMPTS[i]))) for i in range(2)]
+        threads = [
+            Thread(target=lambda i=i: found.__setitem__(i, tokens(sessions[i], PROMPTS[i])))
+            for i in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -144,10 +168,14 @@ def test_devices_take_turns(port: int, large: Session) -> None:
     assert found == [plainly(large, ids) for ids in PROMPTS[:2]]
 
 
-def test_a_third_device_takes_the_place_of_one_whose_text_is_then_sent_again(port: int, large: Session) -> None:
+def test_a_third_device_takes_the_place_of_one_whose_text_is_then_sent_again(
+    port: int, large: Session
+) -> None:
     with ExitStack() as stack:
         sessions = [stack.enter_context(device(port)) for _ in range(3)]
-        runs = [session.runs(ids, max_tokens=9) for session, ids in zip(sessions, PROMPTS, strict=True)]
+        runs = [
+            session.runs(ids, max_tokens=9) for session, ids in zip(sessions, PROMPTS, strict=True)
+        ]
         found: list[list[int]] = [[], [], []]
         for _ in range(9):
             for i, each in enumerate(runs):
@@ -157,8 +185,11 @@ def test_a_third_device_takes_the_place_of_one_whose_text_is_then_sent_again(por
 
 
 @pytest.mark.parametrize("dead", [False, True])
-def test_without_the_server_the_device_goes_on_alone_says_so_and_resumes(port: int, large: Session, dead: bool) -> None:
-    cable, told = Cable(port), list[str]()
+def test_without_the_server_the_device_goes_on_alone_says_so_and_resumes(
+    port: int, large: Session, dead: bool
+) -> None:
+    cable = Cable(port)
+    told = list[str]()
     ids = PROMPTS[0]
     with device(cable.port, tell=told.append, patience=1.0) as session, tiny_int8() as small:
         assert isinstance(session.engine, SplitEngine)
@@ -199,7 +230,9 @@ def test_a_device_may_begin_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count("\n") == 1 and "this device goes on alone" in said
 
 
-def post(port: int, at: int | str, content: bytes, client: str = CLIENT, app: str = APP, **headers: str) -> Any:
+def post(
+    port: int, at: int | str, content: bytes, client: str = CLIENT, app: str = APP, **headers: str
+) -> Any:
     """Status and content of a request to verify."""
     connection = HTTPConnection(LOOPBACK, port, timeout=30)
     given = {"Content-Type": BINARY, "Authorization": f"Bearer {KEY}"} | headers
@@ -207,10 +240,16 @@ def post(port: int, at: int | str, content: bytes, client: str = CLIENT, app: st
     response = connection.getresponse()
     found = response.read()
     connection.close()
-    return (response.status, found) if response.status == 200 else (response.status, json.loads(found)["error"])
+    return (
+        (response.status, found)
+        if response.status == 200
+        else (response.status, json.loads(found)["error"])
+    )
 
 
-def test_what_is_misplaced_too_long_or_no_token_is_refused_and_changes_nothing(port: int, large: Session) -> None:
+def test_what_is_misplaced_too_long_or_no_token_is_refused_and_changes_nothing(
+    port: int, large: Session
+) -> None:
     ids = PROMPTS[0]
     expected = plainly(large, ids, 2 + TREE.depth)
     assert post(port, 0, packed(ids, ())) == (200, packed_answer(expected[:1]))
@@ -218,7 +257,12 @@ def test_what_is_misplaced_too_long_or_no_token_is_refused_and_changes_nothing(p
     vocab = large.engine.geometry.vocab
     for at, content, status, words in (
         (len(ids) + 1, step, 409, "3 tokens of this client are held, not 4"),
-        (len(ids), packed([1], [1] * (TREE.depth + 1)), 400, "4 drafts after 1 tokens at 3, expected at most 3"),
+        (
+            len(ids),
+            packed([1], [1] * (TREE.depth + 1)),
+            400,
+            "4 drafts after 1 tokens at 3, expected at most 3",
+        ),
         (0, packed([1], [1]), 400, "after one token that follows a text"),
         (len(ids), packed([1, 2], [1]), 400, "1 drafts after 2 tokens"),
         (len(ids), packed([vocab], ()), 400, f"token {vocab} is not one of"),
@@ -236,7 +280,9 @@ def test_what_is_misplaced_too_long_or_no_token_is_refused_and_changes_nothing(p
         found, error = post(port, at, content)
         assert (found, words in error["message"]) == (status, True), error
     assert post(port, len(ids), step) == (200, packed_answer(expected[1:]))
-    assert post(port, len(ids), step) == (200, packed_answer(expected[1:])), "a lost answer is asked for again"
+    assert post(port, len(ids), step) == (200, packed_answer(expected[1:])), (
+        "a lost answer is asked for again"
+    )
     assert post(port, len(ids) + 3, step, client="b" * 32)[0] == 409, "of another device"
 
 
@@ -249,7 +295,9 @@ def test_no_more_tokens_are_answered_than_drafts_were_sent_and_one(large: Sessio
         (held,) = verifying._held.values()
         for count in (0, 1, TREE.depth):
             held.drafts[:, 0] = expected[1 : 1 + TREE.depth]  # the server's own streams are right
-            found = verifying.answer(APP, CLIENT, len(ids), packed(expected[:1], expected[1 : 1 + count]))
+            found = verifying.answer(
+                APP, CLIENT, len(ids), packed(expected[:1], expected[1 : 1 + count])
+            )
             assert found == packed_answer(expected[1 : 2 + count])
 
 
@@ -268,21 +316,32 @@ def test_who_may_ask(port: int) -> None:
 def test_a_server_that_verifies_nothing_or_another_vocabulary_is_refused(port: int) -> None:
     with tiny_session(choose=False) as session, served(session) as (other, _):
         assert post(other, 0, packed([1], ()))[0] == 404
-        with pytest.raises(InputError, match="start it with ssdevice serve --verify"), device(other):
+        with (
+            pytest.raises(InputError, match="start it with ssdevice serve --verify"),
+            device(other),
+        ):
             pass
     with pytest.raises(InputError, match="another tokenizer"):
         Link(VerifyAt(f"http://{LOOPBACK}:{port}/v1", KEY), APP, "0" * 64).limits()
     with tiny_session(choose=False) as session:
         session.engine.functions -= {"step"}
-        with pytest.raises(InputError, match="has no step that verifies drafts"), served(session, devices=1):
+        with (
+            pytest.raises(InputError, match="has no step that verifies drafts"),
+            served(session, devices=1),
+        ):
             pass
 
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"junk\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n<ht>", b"HTTP/1.1 302 Found\r\n\r\n",
-     b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (1 << 17)],
-)  # fmt: skip
+    [
+        b"",
+        b"junk\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n<ht>",
+        b"HTTP/1.1 302 Found\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (1 << 17),
+    ],
+)
 def test_something_else_in_the_server_s_place_is_no_server(answer: bytes) -> None:
     with socket.create_server((LOOPBACK, 0)) as listening:
 
@@ -301,7 +360,10 @@ def test_something_else_in_the_server_s_place_is_no_server(answer: bytes) -> Non
             assert session.last.alone == 3 and len(told) == 1
 
 
-@given(st.lists(st.integers(0, (1 << 24) - 1), min_size=1), st.lists(st.integers(0, (1 << 24) - 1), max_size=32))
+@given(
+    st.lists(st.integers(0, (1 << 24) - 1), min_size=1),
+    st.lists(st.integers(0, (1 << 24) - 1), max_size=32),
+)
 def test_a_request_has_four_bytes_for_each_token(text: list[int], drafts: list[int]) -> None:
     content = packed(text, drafts)
     assert len(content) == 4 * (len(text) + len(drafts)) and unpacked(content) == (text, drafts)
@@ -316,11 +378,17 @@ def test_any_other_content_is_refused_in_words(content: bytes) -> None:
     assert packed(text, drafts) == content
 
 
-def test_the_command_says_what_it_did_alone(port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_did_alone(
+    port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "key").write_text(KEY)
-    folder, key = str(tiny_bundle("int8").folder), str(tmp_path / "key")
+    folder = str(tiny_bundle("int8").folder)
+    key = str(tmp_path / "key")
     command = ["run", folder, "--prompt", "hello", "--max-tokens", "6", "--json"]
-    assert main([*command, "--verify-at", f"http://{LOOPBACK}:{port}/v1", "--verify-key-file", key]) == 0
+    assert (
+        main([*command, "--verify-at", f"http://{LOOPBACK}:{port}/v1", "--verify-key-file", key])
+        == 0
+    )
     there = json.loads(capsys.readouterr().out)
     assert "alone" not in there and len(there["tokens"]) == 6
     assert main([*command, "--verify-at", f"http://{LOOPBACK}:9/v1"]) == 0

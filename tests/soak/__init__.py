@@ -1,1 +1,3 @@
-"""Thousands of answers from one process: nothing grows, and no answer depends on what was asked before."""
+"""Thousands of answers from one process: nothing grows, and no answer depends on what was asked
+before.
+"""

@@ -12,7 +12,8 @@ from tests.soak.soaking import Script
 LISTING = "soak.json"
 """In the folder of the bundles: app -> bundle folder."""
 MODELS = ROOT / "models"
-CONTEXT, CHUNK = 160, 32
+CONTEXT = 160
+CHUNK = 32
 APPS = {"sql": "sql-shared", "e2e": "e2e-shared", "gsm8k": "gsm8k-shared"}
 PROMPTS = {
     "sql": (
@@ -44,7 +45,10 @@ PROMPTS = {
 
 def script() -> Script:
     """Questions for APPS: CONTEXT is little, so that some prompts fill it and one does not fit."""
-    full = {app: " ".join(["one two three"] * count) for app, count in {"sql": 46, "e2e": 47, "gsm8k": 45}.items()}
+    full = {
+        app: " ".join(["one two three"] * count)
+        for app, count in {"sql": 46, "e2e": 47, "gsm8k": 45}.items()
+    }
     return Script(PROMPTS, full, "one two three " * 400)
 
 
@@ -73,7 +77,9 @@ def export(folder: Path, one: bool) -> dict[str, Path]:
 
 
 def main() -> None:
-    """``python -m tests.soak.apps FOLDER one|each``: a process of its own, whose memory is not the runtime's."""
+    """``python -m tests.soak.apps FOLDER one|each``: a process of its own, whose memory is not the
+    runtime's.
+    """
     place = Path(sys.argv[1])
     folders = {app: str(folder) for app, folder in export(place, sys.argv[2] == "one").items()}
     (place / LISTING).write_text(json.dumps(folders), "utf-8")

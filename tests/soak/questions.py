@@ -1,6 +1,8 @@
-"""What is asked, and what a fresh process answers: one process a question, so that nothing was asked before.
+"""What is asked, and what a fresh process answers: one process a question, so that nothing was
+asked before.
 
-The processes are forks of one that has imported the runtime and opened nothing: an import costs more than an answer.
+The processes are forks of one that has imported the runtime and opened nothing: an import costs
+more than an answer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt for an app, and how to decode; with ``then``, a second message of a conversation, which is answered."""
+    """A prompt for an app, and how to decode; with ``then``, a second message of a conversation,
+    which is answered.
+    """
 
     app: str
     prompt: str
@@ -44,20 +48,33 @@ class Answer:
 def fresh_answers(
     folders: dict[str, Path], questions: Iterable[Question], processes: int = 1
 ) -> dict[Question, Answer]:
-    """What a new process answers to each question, in ``processes`` rows; ``folders``: the bundle with each app."""
+    """What a new process answers to each question, in ``processes`` rows; ``folders``: the bundle
+    with each app.
+    """
     asked = list(dict.fromkeys(questions))
 
     def ask(row: list[Question]) -> list[tuple[Question, Answer]]:
-        lines = [json.dumps({**vars(question), "folder": str(folders[question.app])}) for question in row]
+        lines = [
+            json.dumps({**vars(question), "folder": str(folders[question.app])}) for question in row
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.soak.questions"], input="\n".join(lines),
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.soak.questions"],
+            input="\n".join(lines),
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         told = [json.loads(line) for line in done.stdout.splitlines()]
         if done.returncode or len(told) != len(row):
-            raise RuntimeError(f"a fresh process failed after {len(told)} of {lines}: {done.stderr[-2000:]}")
-        return [(q, Answer(tuple(a["tokens"]), a["reason"])) for q, a in zip(row, told, strict=True)]
+            raise RuntimeError(
+                f"a fresh process failed after {len(told)} of {lines}: {done.stderr[-2000:]}"
+            )
+        return [
+            (q, Answer(tuple(a["tokens"]), a["reason"])) for q, a in zip(row, told, strict=True)
+        ]
 
     with ThreadPoolExecutor(processes) as pool:
         rows = pool.map(ask, [asked[first::processes] for first in range(processes)])
@@ -65,7 +82,9 @@ def fresh_answers(
 
 
 def open_app(folder: Path, app: str) -> Session:
-    """A session of a bundle for an app it has, or for its default one where ``app`` names the bundle itself."""
+    """A session of a bundle for an app it has, or for its default one where ``app`` names the
+    bundle itself.
+    """
     from ssdevice.bundle.folder import Bundle
     from ssdevice.runtime.session import Session
 
@@ -87,12 +106,17 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the questions on standard input, one a line, each in a fork of this process; end at the first failure."""
+    """Answer the questions on standard input, one a line, each in a fork of this process; end at
+    the first failure.
+    """
     import onnxruntime
 
     import ssdevice.runtime.session
 
-    del onnxruntime, ssdevice  # wanted in memory only; neither starts a thread before a session opens
+    del (
+        onnxruntime,
+        ssdevice,
+    )  # wanted in memory only; neither starts a thread before a session opens
     for line in sys.stdin.read().splitlines():
         child = os.fork()
         if not child:

@@ -1,8 +1,8 @@
 """The run itself: seeded generations over several apps, some of them cancelled, too long or wrong.
 
-Every answer must be the beginning of what a fresh process gives to the same question. The resident size must not grow:
-from the samples after the warm-up (a tenth of the run) to those at its end, by medians of a tenth of the samples each,
-at most MAX_GROWTH_MB.
+Every answer must be the beginning of what a fresh process gives to the same question. The resident
+size must not grow: from the samples after the warm-up (a tenth of the run) to those at its end, by
+medians of a tenth of the samples each, at most MAX_GROWTH_MB.
 """
 
 from __future__ import annotations
@@ -26,13 +26,24 @@ MAX_GROWTH_MB = 16.0
 SAMPLES = 100
 REOPEN_EVERY = 997
 KINDS = {
-    "answer": 10, "short": 4, "plain": 2, "cancel": 3, "abandon": 1, "chat": 2, "full": 1, "overflow": 1, "wrong": 1,
-}  # fmt: skip
+    "answer": 10,
+    "short": 4,
+    "plain": 2,
+    "cancel": 3,
+    "abandon": 1,
+    "chat": 2,
+    "full": 1,
+    "overflow": 1,
+    "wrong": 1,
+}
 
 
 @dataclass(frozen=True)
 class Script:
-    """What may be asked. ``prompts`` by app; ``full``: those that leave little room; ``overflow``: one without any."""
+    """What may be asked.
+
+    ``prompts`` by app; ``full``: those that leave little room; ``overflow``: one without any.
+    """
 
     prompts: dict[str, tuple[str, ...]]
     full: dict[str, str]
@@ -51,7 +62,9 @@ class Script:
 
 @dataclass
 class Outcome:
-    """Counts by kind and by how answers ended, differences from fresh processes, and sizes in MB over the run."""
+    """Counts by kind and by how answers ended, differences from fresh processes, and sizes in MB
+    over the run.
+    """
 
     kinds: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -69,7 +82,9 @@ class Outcome:
 
 
 class Apps:
-    """Sessions for several apps: one that switches, where one bundle has them all, else one a bundle."""
+    """Sessions for several apps: one that switches, where one bundle has them all, else one a
+    bundle.
+    """
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
@@ -84,7 +99,8 @@ class Apps:
                 self._sessions[app] = open_app(self.folders[app], app)
             return self._sessions[app]
         if not self._sessions:
-            self._sessions[""], self._current = open_app(self.folders[app], app), app
+            self._sessions[""] = open_app(self.folders[app], app)
+            self._current = app
         if self._current != app:
             self._sessions[""].use(app)
             self._current = app
@@ -99,17 +115,25 @@ class Apps:
 
 
 def soak(
-    folders: dict[str, Path], script: Script, fresh: dict[Question, Answer], seed: int, count: int,
+    folders: dict[str, Path],
+    script: Script,
+    fresh: dict[Question, Answer],
+    seed: int,
+    count: int,
     tell: Callable[[int, Outcome], None] = lambda *_: None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Ask ``count`` times; ``tell`` hears of it at every sample."""
-    rng, outcome, clock = Random(seed), Outcome(), perf_counter()
+    rng = Random(seed)
+    outcome = Outcome()
+    clock = perf_counter()
     every = max(count // SAMPLES, 1)
     with _set_aside(), closing(Apps(folders)) as apps:
         for number in range(1, count + 1):
             app = rng.choice(list(folders))
             # Each kind once, then by their weights: no short run leaves one out.
-            kind = [*KINDS, *rng.choices(list(KINDS), list(KINDS.values()))][number - 1 if number <= len(KINDS) else -1]
+            kind = [*KINDS, *rng.choices(list(KINDS), list(KINDS.values()))][
+                number - 1 if number <= len(KINDS) else -1
+            ]
             outcome.kinds[kind] += 1
             difference = _once(apps.session(app), app, kind, script, fresh, rng, outcome)
             if difference:
@@ -137,21 +161,33 @@ def _set_aside() -> Iterator[None]:
 
 
 def _once(
-    session: Session, app: str, kind: str, script: Script, fresh: dict[Question, Answer], rng: Random, outcome: Outcome
+    session: Session,
+    app: str,
+    kind: str,
+    script: Script,
+    fresh: dict[Question, Answer],
+    rng: Random,
+    outcome: Outcome,
 ) -> str:
     """One generation; what is wrong with it, if anything."""
     prompts = script.prompts[app]
     at = rng.randrange(len(prompts))
     if kind == "overflow":
-        return _refused(ContextOverflowError, lambda: "".join(session.generate(script.overflow, max_tokens=8)))
+        return _refused(
+            ContextOverflowError, lambda: "".join(session.generate(script.overflow, max_tokens=8))
+        )
     if kind == "wrong":
         return _wrong(session, rng)
     if kind == "chat":
         session.reset()
         "".join(session.chat(prompts[at], max_tokens=MOST))
         "".join(session.chat(prompts[at - 1], max_tokens=MOST))
-        return _differs(session, Question(app, prompts[at], then=prompts[at - 1]), MOST, fresh, outcome)
-    question = Question(app, script.full[app] if kind == "full" else prompts[at], plain=kind == "plain")
+        return _differs(
+            session, Question(app, prompts[at], then=prompts[at - 1]), MOST, fresh, outcome
+        )
+    question = Question(
+        app, script.full[app] if kind == "full" else prompts[at], plain=kind == "plain"
+    )
     most = rng.randint(1, 7) if kind == "short" else rng.randint(8, MOST)
     pieces = session.generate(question.prompt, max_tokens=most, speculate=not question.plain)
     if kind not in ("cancel", "abandon"):
@@ -170,15 +206,25 @@ def _once(
 
 
 def _differs(
-    session: Session, question: Question, most: int, fresh: dict[Question, Answer], outcome: Outcome, whole: bool = True
+    session: Session,
+    question: Question,
+    most: int,
+    fresh: dict[Question, Answer],
+    outcome: Outcome,
+    whole: bool = True,
 ) -> str:
-    answer, expected = session.last, fresh[question]
+    answer = session.last
+    expected = fresh[question]
     outcome.reasons[str(answer.reason)] += 1
     outcome.tokens += len(answer.tokens)
     wanted = expected.tokens[:most] if whole else expected.tokens[: len(answer.tokens)]
     if tuple(answer.tokens) != wanted:
         return f"{question.prompt[:40]!r} gives {answer.tokens}, a fresh process {list(wanted)}"
-    if whole and len(expected.tokens) <= most and str(answer.reason) not in (expected.reason, Reason.MAX_TOKENS):
+    if (
+        whole
+        and len(expected.tokens) <= most
+        and str(answer.reason) not in (expected.reason, Reason.MAX_TOKENS)
+    ):
         return f"it ended for {answer.reason}, in a fresh process for {expected.reason}"
     return ""
 

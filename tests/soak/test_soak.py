@@ -14,7 +14,9 @@ from tests.soak.soaking import KINDS, MAX_GROWTH_MB, Outcome, Script, soak
 
 COUNT = 100
 WORDS = ("abc def", "what is the weather", "a")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the size of the process is read from /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the size of the process is read from /proc"
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,9 @@ def folders() -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def script() -> Script:
     return Script(
-        {app: WORDS for app in ("fp32", "int8", "plain")}, dict.fromkeys(("fp32", "int8", "plain"), "x" * 70), "x" * 200
+        {app: WORDS for app in ("fp32", "int8", "plain")},
+        dict.fromkeys(("fp32", "int8", "plain"), "x" * 70),
+        "x" * 200,
     )
 
 
@@ -51,8 +55,13 @@ def test_no_answer_depends_on_those_before(
 
 
 @pytest.mark.wide
-def test_a_wrong_answer_is_found(folders: dict[str, Path], script: Script, fresh: dict[Question, Answer]) -> None:
-    wrong = {question: Answer((*answer.tokens[:2], -1), answer.reason) for question, answer in fresh.items()}
+def test_a_wrong_answer_is_found(
+    folders: dict[str, Path], script: Script, fresh: dict[Question, Answer]
+) -> None:
+    wrong = {
+        question: Answer((*answer.tokens[:2], -1), answer.reason)
+        for question, answer in fresh.items()
+    }
     assert soak(folders, script, wrong, seed=3, count=20).differences
 
 

@@ -1,1 +1,4 @@
-"""What the Swift package in apps/ios_demo is tested with. ``make swift-test`` writes it and runs the tests."""
+"""What the Swift package in apps/ios_demo is tested with.
+
+``make swift-test`` writes it and runs the tests.
+"""

@@ -1,4 +1,7 @@
-"""``python -m tests.swift build/swift`` writes what the Swift tests read. A bundle that is there is not made again."""
+"""``python -m tests.swift build/swift`` writes what the Swift tests read.
+
+A bundle that is there is not made again.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ def write(place: Path) -> None:
     """Write all files below ``place``; they are the same every time."""
     place.mkdir(parents=True, exist_ok=True)
     start = f"exec {shlex.quote(sys.executable)} -m tests.swift.interpreter"
-    # One thread, as in Python's tests: on a busy machine threads that wait for each other take many times as long.
-    script = f'#!/bin/sh\ncd {shlex.quote(str(REPOSITORY))}\nexport OMP_NUM_THREADS=1\n{start} "$@"\n'
+    # One thread, as in Python's tests: on a busy machine threads that wait for each other take many
+    # times as long.
+    script = (
+        f'#!/bin/sh\ncd {shlex.quote(str(REPOSITORY))}\nexport OMP_NUM_THREADS=1\n{start} "$@"\n'
+    )
     (place / "interpreter").write_text(script, "utf-8")
     (place / "interpreter").chmod(0o755)
     strings.write(place / "tokenizers")

@@ -14,11 +14,24 @@ from ssdevice.data import read_examples
 from ssdevice.runtime import Session
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
-CONTEXT, CHUNK, MAX_TOKENS = 192, 16, 24
+CONTEXT = 192
+CHUNK = 16
+MAX_TOKENS = 24
 NAMES = (
-    "Blue Spice", "Clowns", "Cocum", "Cotto", "Giraffe", "Green Man", "Loch Fyne", "Strada", "The Eagle", "The Mill",
-    "The Punter", "The Vaults", "Wildwood",
-)  # fmt: skip
+    "Blue Spice",
+    "Clowns",
+    "Cocum",
+    "Cotto",
+    "Giraffe",
+    "Green Man",
+    "Loch Fyne",
+    "Strada",
+    "The Eagle",
+    "The Mill",
+    "The Punter",
+    "The Vaults",
+    "Wildwood",
+)
 KINDS = ("coffee shop", "restaurant", "pub")
 FOODS = ("English", "Italian", "Japanese", "Indian", "Fast food")
 PRICES = ("cheap", "moderate", "more than £30", "less than £20")
@@ -27,14 +40,19 @@ PROMPTS = {
     "sql": (
         "CREATE TABLE singer (name, age, country)\nHow many singers are older than 40?",
         "CREATE TABLE city (name, people, country)\nWhich cities of Österreich have more than 100000 people?",
-        *(example.prompt for example in read_examples([MODELS / "prompts" / "sql.jsonl"], limit=len(NAMES))),
+        *(
+            example.prompt
+            for example in read_examples([MODELS / "prompts" / "sql.jsonl"], limit=len(NAMES))
+        ),
     ),
     "e2e": (
         "name[Alimentum], area[city centre], familyFriendly[no]",
         "name[Zizzi], eatType[pub], food[日本], customer rating[5 out of 5] 🙂",
         *(
             f"name[{name}], eatType[{kind}], food[{food}], priceRange[{price}], area[{area}]"
-            for name, kind, food, price, area in zip(NAMES, cycle(KINDS), cycle(FOODS), cycle(PRICES), cycle(AREAS))
+            for name, kind, food, price, area in zip(
+                NAMES, cycle(KINDS), cycle(FOODS), cycle(PRICES), cycle(AREAS)
+            )
         ),
     ),
     "base": ("List the names of all customers.",),
@@ -48,7 +66,10 @@ RECOMMENDED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition
 
 
 def export(out: Path) -> None:
-    """Export the bundle, which takes minutes, unless ``out`` is one already. Its host may choose tokens."""
+    """Export the bundle, which takes minutes, unless ``out`` is one already.
+
+    Its host may choose tokens.
+    """
     if (out / "manifest.json").is_file() and Bundle.open(out).manifest.sampling is not None:
         return
     from ssdevice.export.plan import ExportOptions, Quant
@@ -57,7 +78,9 @@ def export(out: Path) -> None:
     with TemporaryDirectory() as folder:
         model = shutil.copytree(MODELS / "base-7m", Path(folder) / "base-7m")
         settings = model / "generation_config.json"
-        settings.write_text(json.dumps(json.loads(settings.read_text("utf-8")) | RECOMMENDED), "utf-8")
+        settings.write_text(
+            json.dumps(json.loads(settings.read_text("utf-8")) | RECOMMENDED), "utf-8"
+        )
         options = ExportOptions(
             model=str(model),
             target="coreml",
@@ -73,17 +96,20 @@ def export(out: Path) -> None:
 
 
 def answers(folder: Path) -> dict[str, Any]:
-    """Every prompt by every app that has answers for it, in every mode: ids of the prompt, runs and text.
+    """Every prompt by every app that has answers for it, in every mode: ids of the prompt, runs and
+    text.
 
-    Some are sampled as the model recommends, with a ``seed``. Then ``chat``, a conversation with the first app:
-    messages, tokens of the answers and their texts.
+    Some are sampled as the model recommends, with a ``seed``. Then ``chat``, a conversation with
+    the first app: messages, tokens of the answers and their texts.
     """
     found = []
     with Session.open(Bundle.open(folder)) as session:
         for app, prompts in PROMPTS.items():
             session.use(app)
             for prompt in prompts:
-                for mode, seed in product(("plain",) if app == "base" else ("plain", "speculative"), (None, 7)):
+                for mode, seed in product(
+                    ("plain",) if app == "base" else ("plain", "speculative"), (None, 7)
+                ):
                     if seed is None or prompt in prompts[:2]:
                         found.append(_answer(session, prompt, mode, seed))
         session.use(next(iter(PROMPTS)))

@@ -16,7 +16,10 @@ from ssdevice.tree import Tree
 from tests.runtime.scripted import make_geometry
 
 MODES = ("plain", "plain_step", SPECULATIVE, ADAPTIVE)
-GAMMA, K, PROMPTS, ROUNDS = 2, 2, 5, 4
+GAMMA = 2
+K = 2
+PROMPTS = 5
+ROUNDS = 4
 
 
 def record() -> dict[str, Any]:
@@ -25,12 +28,24 @@ def record() -> dict[str, Any]:
     geometry = make_geometry(Tree.parse("full:k=2,depth=2"), k=K, vocab=5)
     size = 12345678
     setting = {
-        "bundle": "a.bundle", "app": "sql", "target": "coreml", "precision": "int8", "schedule": "tail",
-        "mode": "lossless", "parameters": 7000000, "threads": 0, "kernels": False, "data": "some.jsonl", "app_bytes": 0,
-        "model_mb": round(size / 1e6, 3), "versions": {},
-    }  # fmt: skip
+        "bundle": "a.bundle",
+        "app": "sql",
+        "target": "coreml",
+        "precision": "int8",
+        "schedule": "tail",
+        "mode": "lossless",
+        "parameters": 7000000,
+        "threads": 0,
+        "kernels": False,
+        "data": "some.jsonl",
+        "app_bytes": 0,
+        "model_mb": round(size / 1e6, 3),
+        "versions": {},
+    }
     options = BenchOptions(rounds=ROUNDS, max_tokens=40)
-    acceptance, modes, answers = Acceptance(), {}, {}
+    acceptance = Acceptance()
+    modes = {}
+    answers = {}
     texts = [[rng.randrange(5) for _ in range(rng.randint(1, 40))] for _ in range(PROMPTS)]
     for name in MODES:
         modes[name] = Measured(name)
@@ -42,8 +57,13 @@ def record() -> dict[str, Any]:
                 modes[name].add(number, answer)
                 answers.setdefault(name, []).append({**asdict(answer), "drafts": drafts})
                 if number == 0 and name == SPECULATIVE:
-                    acceptance.add(tokens, list(zip([_rows(d) for d in drafts if d], answer.accepted, strict=True)))
-    result = BenchResult([Example("")] * PROMPTS, modes, acceptance, Load(0.0, (1, 2, 3), (1, 2, 3)), 2)
+                    acceptance.add(
+                        tokens,
+                        list(zip([_rows(d) for d in drafts if d], answer.accepted, strict=True)),
+                    )
+    result = BenchResult(
+        [Example("")] * PROMPTS, modes, acceptance, Load(0.0, (1, 2, 3), (1, 2, 3)), 2
+    )
     report = as_json(setting, geometry, options, result, {}, {})
     given = {
         "setting": {**report, "model_bytes": size},
@@ -55,7 +75,8 @@ def record() -> dict[str, Any]:
 
 
 def _answer(rng: Random, mode: str, tokens: list[int]) -> tuple[Generation, list[list[int] | None]]:
-    answer, drafts = Generation(rng.randint(1, 60), prefill_seconds=rng.random()), list[list[int] | None]()
+    answer = Generation(rng.randint(1, 60), prefill_seconds=rng.random())
+    drafts = list[list[int] | None]()
     answer.tokens = tokens
     while sum(answer.accepted) < len(tokens) - 1:
         stepped = mode == SPECULATIVE or (mode == ADAPTIVE and rng.random() < 0.5)

@@ -1,6 +1,8 @@
-"""Conversations of Python's session with an engine, call by call, for another language's loop to repeat.
+"""Conversations of Python's session with an engine, call by call, for another language's loop to
+repeat.
 
-The engine is scripted: its next token is a hash of the committed rows, so any wrong row, length or draft shows.
+The engine is scripted: its next token is a hash of the committed rows, so any wrong row, length or
+draft shows.
 """
 
 from __future__ import annotations
@@ -40,31 +42,52 @@ WITHOUT_PLAIN = {"plain": "plain_step", ADAPTIVE: SPECULATIVE}
 
 
 def record() -> dict[str, Any]:
-    """Random conversations, long adaptive ones, also with repeating text, chats, and answers cancelled at every run."""
+    """Random conversations, long adaptive ones, also with repeating text, chats, and answers
+    cancelled at every run.
+    """
     rng = Random(0)
     tokenizer = open_tokenizer(())
     vocab = tokenizer.tokenizer.get_vocab_size()
     found = []
     for number in range(60):
         tree = Tree.parse(rng.choice(TREES))
-        geometry = make_geometry(tree, vocab=vocab, context=rng.choice([20, 40, 90]), chunk=rng.choice([4, 7, 32]))
+        geometry = make_geometry(
+            tree, vocab=vocab, context=rng.choice([20, 40, 90]), chunk=rng.choice([4, 7, 32])
+        )
         requests = [_request(rng, geometry, number) for _ in range(4)]
         found.append(_conversation(number, geometry, requests))
     for number in range(1, 7):
         geometry = make_geometry(Tree.parse(TREES[number % 3]), vocab=vocab, context=600, chunk=32)
-        long = {"prompt": [5, 6, 7], "max_tokens": 500, "stop": [], "mode": ADAPTIVE, "runs_wanted": None}
+        long = {
+            "prompt": [5, 6, 7],
+            "max_tokens": 500,
+            "stop": [],
+            "mode": ADAPTIVE,
+            "runs_wanted": None,
+        }
         found.append(_conversation(number, geometry, [long] * 4))
         with patch.object(scripted, "next_token", _repeating):
-            found.append(_conversation(number, geometry, [long, {**long, "prompt": [9, 5, 6, 7]}] * 2))
+            found.append(
+                _conversation(number, geometry, [long, {**long, "prompt": [9, 5, 6, 7]}] * 2)
+            )
     geometry = make_geometry(Tree.parse(TREES[0]), vocab=vocab, context=60)
     with patch.object(scripted, "next_token", _word_of(tokenizer)):
         for number in range(20):
-            tree, context = Tree.parse(rng.choice(TREES)), rng.choice([60, 120, 400])
+            tree = Tree.parse(rng.choice(TREES))
+            context = rng.choice([60, 120, 400])
             geometry = make_geometry(tree, vocab=vocab, context=context, chunk=rng.choice([7, 32]))
-            requests = [_message(rng) if rng.random() < 0.8 else _request(rng, geometry, 0) for _ in range(7)]
+            requests = [
+                _message(rng) if rng.random() < 0.8 else _request(rng, geometry, 0)
+                for _ in range(7)
+            ]
             found.append(_conversation(number, geometry, requests))
     for mode in ("plain", SPECULATIVE):
-        request = {**_request(rng, geometry, 0), "prompt": [5, 6, 7], "max_tokens": 20, "mode": mode}
+        request = {
+            **_request(rng, geometry, 0),
+            "prompt": [5, 6, 7],
+            "max_tokens": 20,
+            "mode": mode,
+        }
         whole = {**request, "runs_wanted": None, "stop": []}
         for runs in range(12):
             found.append(_conversation(1, geometry, [{**whole, "runs_wanted": runs}, whole]))
@@ -72,8 +95,12 @@ def record() -> dict[str, Any]:
 
 
 def open_tokenizer(stop_ids: tuple[int, ...]) -> ChatTokenizer:
-    """base-7m's tokenizer and template, with these stop tokens and the one that the template puts after an answer."""
-    return ChatTokenizer.from_bytes(TOKENIZER.read_bytes(), ChatFormat(TEMPLATE, {}, (1, *stop_ids)).framed())
+    """base-7m's tokenizer and template, with these stop tokens and the one that the template puts
+    after an answer.
+    """
+    return ChatTokenizer.from_bytes(
+        TOKENIZER.read_bytes(), ChatFormat(TEMPLATE, {}, (1, *stop_ids)).framed()
+    )
 
 
 def _repeating(context: Sequence[int], vocab: int) -> int:
@@ -84,7 +111,11 @@ def _repeating(context: Sequence[int], vocab: int) -> int:
 def _word_of(tokenizer: ChatTokenizer) -> Callable[[Sequence[int], int], int]:
     """A model that says words whose text has the same tokens again, and now and then stops."""
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.tokenizer.get_vocab_size())}
-    words = [i for i, text in texts.items() if re.fullmatch(" [a-z]{4,}", text) and tokenizer.encode(text) == [i]]
+    words = [
+        i
+        for i, text in texts.items()
+        if re.fullmatch(" [a-z]{4,}", text) and tokenizer.encode(text) == [i]
+    ]
     words = [*words[:40], *tokenizer.stop_ids]
     return lambda context, vocab: words[next_token(context, len(words))]
 
@@ -102,7 +133,9 @@ def _message(rng: Random) -> dict[str, Any]:
 
 def _request(rng: Random, geometry: Geometry, number: int) -> dict[str, Any]:
     # Some prompts do not fit the context.
-    size = rng.choice([1, 2, geometry.chunk, geometry.chunk + 1, rng.randint(1, geometry.context + 2)])
+    size = rng.choice(
+        [1, 2, geometry.chunk, geometry.chunk + 1, rng.randint(1, geometry.context + 2)]
+    )
     return {
         "prompt": [rng.randrange(geometry.vocab) for _ in range(size)],
         "max_tokens": rng.choice([0, 1, 2, 7, 30, 200]),
@@ -112,8 +145,12 @@ def _request(rng: Random, geometry: Geometry, number: int) -> dict[str, Any]:
     }
 
 
-def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """One session's answers. ``number``: every third has many stop tokens, every fourth no ``step_plain``.
+def _conversation(
+    number: int, geometry: Geometry, requests: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One session's answers.
+
+    ``number``: every third has many stop tokens, every fourth no ``step_plain``.
 
     Drafts are about half right, and now and then nearly never.
     """
@@ -124,7 +161,9 @@ def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]
     class Cache(RecordingCache):
         recorder = made
 
-    engine = ScriptedEngine(geometry, lambda *args: drafters[len(made.calls) // 100 % 3](*args), Cache)
+    engine = ScriptedEngine(
+        geometry, lambda *args: drafters[len(made.calls) // 100 % 3](*args), Cache
+    )
     if number % 4 == 0:
         engine.functions -= {PLAIN}
     session = Session(engine, open_tokenizer(stop_ids))
@@ -135,13 +174,25 @@ def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]
             mode = request["mode"]
             request = {**request, "mode": WITHOUT_PLAIN.get(mode, mode)}
         begin = len(made.calls)
-        runs, refused = [], False
+        runs = []
+        refused = False
         try:
-            options = {"max_tokens": request["max_tokens"], "stop": request["stop"], "mode": request["mode"]}
+            options = {
+                "max_tokens": request["max_tokens"],
+                "stop": request["stop"],
+                "mode": request["mode"],
+            }
             with closing(_runs(session, request, options)) as answer:
                 for run in islice(answer, request["runs_wanted"]):
                     drafts = None if run.drafts is None else run.drafts.ravel().tolist()
-                    runs.append({"tokens": run.tokens, "text": run.text, "reason": run.reason, "drafts": drafts})
+                    runs.append(
+                        {
+                            "tokens": run.tokens,
+                            "text": run.text,
+                            "reason": run.reason,
+                            "drafts": drafts,
+                        }
+                    )
         except SSDeviceError:
             refused = True
         answers.append({**request, "refused": refused, "runs": runs, "calls": made.calls[begin:]})
@@ -154,7 +205,9 @@ def _conversation(number: int, geometry: Geometry, requests: list[dict[str, Any]
     }
 
 
-def _runs(session: Session, request: dict[str, Any], options: dict[str, Any]) -> Generator[Run, None, None]:
+def _runs(
+    session: Session, request: dict[str, Any], options: dict[str, Any]
+) -> Generator[Run, None, None]:
     if "prompt" in request:
         return session.runs(request["prompt"], **options)
     mode = options.pop("mode")

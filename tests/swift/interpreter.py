@@ -1,8 +1,10 @@
-"""A Core ML package behind a pipe, for the Swift tests' stand-in for Core ML: a line of JSON in, a line out.
+"""A Core ML package behind a pipe, for the Swift tests' stand-in for Core ML: a line of JSON in, a
+line out.
 
-``python -m tests.swift.interpreter PACKAGE``. Questions: ``{"ask": "function", "function": NAME}`` (is there one?),
-``{"ask": "state"}`` (a new one, by number), ``{"ask": "run", "function": NAME, "state": NUMBER, "inputs": {NAME:
-{"shape": .., "values": ..}}}``. What goes wrong is answered with ``{"error": TEXT}``.
+``python -m tests.swift.interpreter PACKAGE``. Questions: ``{"ask": "function", "function": NAME}``
+(is there one?), ``{"ask": "state"}`` (a new one, by number), ``{"ask": "run", "function": NAME,
+"state": NUMBER, "inputs": {NAME: {"shape": .., "values": ..}}}``. What goes wrong is answered with
+``{"error": TEXT}``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def answer(program: Program, states: list[State], question: dict[str, Any]) -> d
             states.append(program.make_state())
             return {"state": len(states) - 1}
         case _:
-            types = {tensor.name: tensor.dtype for tensor in program.package.spec(question["function"]).inputs}
+            types = {
+                tensor.name: tensor.dtype
+                for tensor in program.package.spec(question["function"]).inputs
+            }
             inputs = {
                 name: np.array(given["values"], types[name]).reshape(given["shape"])
                 for name, given in question["inputs"].items()
@@ -40,7 +45,8 @@ def answer(program: Program, states: list[State], question: dict[str, Any]) -> d
 
 def main(package: Path) -> None:
     """Answer until the other side closes the pipe."""
-    program, states = Program(Package.open(package)), list[State]()
+    program = Program(Package.open(package))
+    states = list[State]()
     for line in sys.stdin:
         try:
             found = answer(program, states, json.loads(line))

@@ -1,4 +1,6 @@
-"""Texts with the ids that Hugging Face's tokenizers give them, and ids with their texts, for several tokenizers."""
+"""Texts with the ids that Hugging Face's tokenizers give them, and ids with their texts, for
+several tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -60,16 +62,27 @@ CODE = (
 
 
 def texts() -> list[str]:
-    """Ten thousand short texts: words of many scripts, code, white space, and any characters that Unicode has."""
+    """Ten thousand short texts: words of many scripts, code, white space, and any characters that
+    Unicode has.
+    """
     rng = Random(0)
-    assigned = [chr(i) for i in range(0x110000) if unicodedata.category(chr(i)) not in ("Cn", "Cs", "Co")]
+    assigned = [
+        chr(i) for i in range(0x110000) if unicodedata.category(chr(i)) not in ("Cn", "Cs", "Co")
+    ]
     makers = (
-        lambda: "".join(rng.choice(WORDS) + rng.choice(SPACES) * rng.randint(0, 2) for _ in range(rng.randint(1, 12))),
-        lambda: "".join(rng.choice(SPACES) for _ in range(rng.randint(1, 9))) + rng.choice(["", "a", "1", ".", "'s"]),
+        lambda: "".join(
+            rng.choice(WORDS) + rng.choice(SPACES) * rng.randint(0, 2)
+            for _ in range(rng.randint(1, 12))
+        ),
+        lambda: (
+            "".join(rng.choice(SPACES) for _ in range(rng.randint(1, 9)))
+            + rng.choice(["", "a", "1", ".", "'s"])
+        ),
         lambda: _cut(rng, "".join(rng.choice(CODE) for _ in range(rng.randint(1, 3)))),
         lambda: "".join(rng.choice(assigned) for _ in range(rng.randint(1, 12))),
         lambda: "".join(
-            chr(rng.choice([rng.randint(0, 0x2FF), rng.randint(32, 126)])) for _ in range(rng.randint(0, 20))
+            chr(rng.choice([rng.randint(0, 0x2FF), rng.randint(32, 126)]))
+            for _ in range(rng.randint(0, 20))
         ),
         lambda: "".join(rng.choice("'sStTlLvVeErRmMdDſ \n0") for _ in range(rng.randint(1, 12))),
     )
@@ -77,11 +90,17 @@ def texts() -> list[str]:
 
 
 def write(place: Path) -> None:
-    """Write a folder for each tokenizer: the tokenizer, and its ids of all texts and texts of random ids."""
+    """Write a folder for each tokenizer: the tokenizer, and its ids of all texts and texts of
+    random ids.
+    """
     every = texts()
     place.mkdir(exist_ok=True)
     (place / "texts.json").write_text(json.dumps(every), "utf-8")
-    made = {name: Tokenizer.from_file(str(at / "tokenizer.json")) for name, at in FOLDERS.items() if at.is_dir()}
+    made = {
+        name: Tokenizer.from_file(str(at / "tokenizer.json"))
+        for name, at in FOLDERS.items()
+        if at.is_dir()
+    }
     made["llama3"] = trained(every, r"\p{N}{1,3}", ignore_merges=True)
     made["qwen2"] = trained(every, r"\p{N}", normalize=True)
     for name, tokenizer in made.items():
@@ -89,13 +108,18 @@ def write(place: Path) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
         ids = [encoding.ids for encoding in tokenizer.encode_batch(every, add_special_tokens=False)]
-        rng, size = Random(1), tokenizer.get_vocab_size()
+        rng = Random(1)
+        size = tokenizer.get_vocab_size()
         runs = [[rng.randrange(size + 2) for _ in range(rng.randint(1, 12))] for _ in range(1000)]
-        decoded = [{"ids": run, "text": tokenizer.decode(run, skip_special_tokens=True)} for run in runs]
+        decoded = [
+            {"ids": run, "text": tokenizer.decode(run, skip_special_tokens=True)} for run in runs
+        ]
         (folder / "ids.json").write_text(json.dumps({"ids": ids, "decoded": decoded}), "utf-8")
 
 
-def trained(every: list[str], digits: str, *, ignore_merges: bool = False, normalize: bool = False) -> Tokenizer:
+def trained(
+    every: list[str], digits: str, *, ignore_merges: bool = False, normalize: bool = False
+) -> Tokenizer:
     """A small vocabulary learned from the texts, with a real model's rules for words."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer(BPE(ignore_merges=ignore_merges))
@@ -110,7 +134,11 @@ def trained(every: list[str], digits: str, *, ignore_merges: bool = False, norma
     )
     tokenizer.train_from_iterator(every, trainer)
     tokenizer.add_tokens(
-        [AddedToken("<tool>", normalized=False), AddedToken("<tool>s", normalized=True), "e\u0301clair"]
+        [
+            AddedToken("<tool>", normalized=False),
+            AddedToken("<tool>s", normalized=True),
+            "e\u0301clair",
+        ]
     )
     if normalize:
         tokenizer.normalizer = NFC()

@@ -1,4 +1,6 @@
-"""What the Swift tests are given is worth testing with; Python checks this everywhere, Swift runs where it is."""
+"""What the Swift tests are given is worth testing with; Python checks this everywhere, Swift runs
+where it is.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ from tests.swift import broken, conversations, frames
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
     """Those of all recorded conversations."""
-    return [answer for found in conversations.record()["conversations"] for answer in found["answers"]]
+    return [
+        answer for found in conversations.record()["conversations"] for answer in found["answers"]
+    ]
 
 
 def test_the_swift_package_has_the_schema_of_manifests(repository: Path) -> None:
     name = "manifest.schema.json"
     copy = repository / "apps" / "ios_demo" / "Sources" / "SpeculativeDecoding" / name
-    assert copy.read_bytes() == (repository / "ssdevice" / "bundle" / name).read_bytes(), f"copy {name} there"
+    assert copy.read_bytes() == (repository / "ssdevice" / "bundle" / name).read_bytes(), (
+        f"copy {name} there"
+    )
 
 
 @pytest.mark.wide
@@ -32,14 +38,19 @@ def test_recorded_conversations_end_in_every_way(answers: list[dict[str, Any]]) 
     assert min(ends[reason] for reason in ("stop", "max_tokens", "context", None)) > 5
     assert sum(answer["refused"] for answer in answers) > 5
     assert any(
-        call["outputs"]["count"][0] > 2 for answer in answers for call in answer["calls"] if "count" in call["outputs"]
+        call["outputs"]["count"][0] > 2
+        for answer in answers
+        for call in answer["calls"]
+        if "count" in call["outputs"]
     )
 
 
 @pytest.mark.wide
 def test_recorded_adaptive_answers_pause_and_come_back(answers: list[dict[str, Any]]) -> None:
     kinds = [
-        "".join(call["function"] for call in answer["calls"]) for answer in answers if answer["mode"] == "adaptive"
+        "".join(call["function"] for call in answer["calls"])
+        for answer in answers
+        if answer["mode"] == "adaptive"
     ]
     long = "step_plain" * (SHORT - 1)
     assert sum(f"stepstep{long}" in kind for kind in kinds) > 5
@@ -60,7 +71,11 @@ def test_recorded_adaptive_answers_look_drafts_up(answers: list[dict[str, Any]])
 
 @pytest.mark.wide
 def test_recorded_chats_find_what_they_share_in_the_cache(answers: list[dict[str, Any]]) -> None:
-    lengths = [answer["calls"][0]["inputs"]["length"][0] for answer in answers if "chat" in answer and answer["calls"]]
+    lengths = [
+        answer["calls"][0]["inputs"]["length"][0]
+        for answer in answers
+        if "chat" in answer and answer["calls"]
+    ]
     assert sum(length > 20 for length in lengths) > 20
 
 
@@ -69,7 +84,12 @@ def test_prompts_are_written_and_refused() -> None:
     cases = frames.record()["cases"]
     assert sum(case["text"] is None for case in cases) > 50
     assert sum(case["text"] is not None for case in cases) > 400
-    assert {frame["trim"] for case in cases for frame in case["frames"].values() if isinstance(frame, dict)} > {"both"}
+    assert {
+        frame["trim"]
+        for case in cases
+        for frame in case["frames"].values()
+        if isinstance(frame, dict)
+    } > {"both"}
 
 
 @pytest.mark.wide

@@ -1,4 +1,5 @@
-"""What CONTRIBUTING says of a new target, followed: a package of two modules is a target of every command.
+"""What CONTRIBUTING says of a new target, followed: a package of two modules is a target of every
+command.
 
 ``tests/targets/numpy_target`` is that package. Nothing of the product names it.
 """
@@ -47,14 +48,43 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(installed: None, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("toy")
-    adapter, out = write_adapter(folder / "adapter", base), folder / "bundle"
-    asked = ["--adapter", f"sql={adapter}", "--target", "numpy", "--quant", "fp32", "--tree", "full:k=2,depth=2"]
-    assert main(["export", "--model", str(base), *asked, "--context", "48", "--chunk", "8", "--out", str(out)]) == 0
+    adapter = write_adapter(folder / "adapter", base)
+    out = folder / "bundle"
+    asked = [
+        "--adapter",
+        f"sql={adapter}",
+        "--target",
+        "numpy",
+        "--quant",
+        "fp32",
+        "--tree",
+        "full:k=2,depth=2",
+    ]
+    assert (
+        main(
+            [
+                "export",
+                "--model",
+                str(base),
+                *asked,
+                "--context",
+                "48",
+                "--chunk",
+                "8",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     return Bundle.open(out)
 
 
 def test_the_gate_was_passed_at_every_count(bundle: Bundle) -> None:
-    assert bundle.manifest.target == "numpy" and bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
+    assert (
+        bundle.manifest.target == "numpy"
+        and bundle.manifest.parity["counts"] == bundle.geometry.tree.emitted
+    )
 
 
 def test_speculative_output_is_plain_output(bundle: Bundle) -> None:
@@ -65,7 +95,21 @@ def test_speculative_output_is_plain_output(bundle: Bundle) -> None:
 def test_commands_know_it(bundle: Bundle, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for how in ([], ["--no-speculate"]):
-        assert main(["run", str(bundle.folder), "--prompt", "a b c", "--max-tokens", "12", "--json", *how]) == 0
+        assert (
+            main(
+                [
+                    "run",
+                    str(bundle.folder),
+                    "--prompt",
+                    "a b c",
+                    "--max-tokens",
+                    "12",
+                    "--json",
+                    *how,
+                ]
+            )
+            == 0
+        )
         answers.append(json.loads(capsys.readouterr().out)["tokens"])
     assert answers[0] == answers[1] and len(answers[0]) > 1
     adapter = str(bundle.folder.parent / "adapter")
@@ -77,13 +121,33 @@ def test_commands_know_it(bundle: Bundle, base: Path, capsys: pytest.CaptureFixt
     assert found["target"] == "numpy"
 
 
-def test_options_that_it_does_not_heed_are_told_once(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_it_does_not_heed_are_told_once(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2):
-        assert main(["run", str(bundle.folder), "--prompt", "a", "--max-tokens", "2", "--quiet", "--no-spinning"]) == 0
-    assert capsys.readouterr().err == "ssdevice: the option spinning has no effect on numpy bundles\n"
+        assert (
+            main(
+                [
+                    "run",
+                    str(bundle.folder),
+                    "--prompt",
+                    "a",
+                    "--max-tokens",
+                    "2",
+                    "--quiet",
+                    "--no-spinning",
+                ]
+            )
+            == 0
+        )
+    assert (
+        capsys.readouterr().err == "ssdevice: the option spinning has no effect on numpy bundles\n"
+    )
 
 
-def test_it_takes_no_apps_unless_it_says_how(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_takes_no_apps_unless_it_says_how(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bundle", "add-app", str(bundle.folder), "other=nowhere"]) == 2
     assert "numpy bundle, which takes no more apps" in capsys.readouterr().err
 
@@ -92,21 +156,45 @@ def test_it_takes_no_apps_unless_it_says_how(bundle: Bundle, capsys: pytest.Capt
     ("options", "said"),
     [
         (["--quant", "int8"], "target numpy has no int8 form; it offers fp32"),
-        (["--quant", "fp32", "--kv-write", "mask"], "--deployment-target are Core ML's, not numpy's"),
-        (["--quant", "fp32", "--delegate", "coreml"], "--delegate and --logits are ExecuTorch's, not numpy's"),
+        (
+            ["--quant", "fp32", "--kv-write", "mask"],
+            "--deployment-target are Core ML's, not numpy's",
+        ),
+        (
+            ["--quant", "fp32", "--delegate", "coreml"],
+            "--delegate and --logits are ExecuTorch's, not numpy's",
+        ),
         (["--quant", "fp32", "--slots"], "--slots: one merged adapter per numpy bundle"),
     ],
 )
 def test_options_of_other_targets_are_refused(
-    installed: None, base: Path, tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    installed: None,
+    base: Path,
+    tmp_path: Path,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ["export", "--model", str(base), "--target", "numpy", "--out", str(tmp_path / "out"), *options]
+    asked = [
+        "export",
+        "--model",
+        str(base),
+        "--target",
+        "numpy",
+        "--out",
+        str(tmp_path / "out"),
+        *options,
+    ]
     assert main(asked) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_bundle_of_a_target_that_is_not_installed_is_refused(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "_registered", {name: targets.find(name) for name in targets.BUILT_IN})
+def test_a_bundle_of_a_target_that_is_not_installed_is_refused(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        targets, "_registered", {name: targets.find(name) for name in targets.BUILT_IN}
+    )
     monkeypatch.setattr(targets, "_read_entry_points", lambda: None)
     with pytest.raises(BundleError, match="'numpy' is not one of onnx, coreml, executorch"):
         Bundle.open(bundle.folder)
@@ -120,9 +208,14 @@ def test_a_name_is_one_target_s(monkeypatch: pytest.MonkeyPatch) -> None:
         targets.register("onnx", "toy.export", "toy.runtime")
 
 
-@pytest.mark.parametrize("content", ["raise RuntimeError('out of order')", "import missing_package", "TARGETS = 1"])
+@pytest.mark.parametrize(
+    "content", ["raise RuntimeError('out of order')", "import missing_package", "TARGETS = 1"]
+)
 def test_a_target_that_cannot_be_loaded_is_named_in_one_line(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "broken_target.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
@@ -131,4 +224,7 @@ def test_a_target_that_cannot_be_loaded_is_named_in_one_line(
     targets.register("broken", "broken_target", "broken_target")
     assert main(["export", "--help"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("ssdevice: error: broken_target cannot be loaded (") and said.count("\n") == 1
+    assert (
+        said.startswith("ssdevice: error: broken_target cannot be loaded (")
+        and said.count("\n") == 1
+    )

@@ -10,7 +10,9 @@ import pytest
 
 from ssdevice import targets
 
-FOLDERS = tuple(f"ssdevice.{side}.{name}" for side in ("export", "runtime") for name in targets.BUILT_IN)
+FOLDERS = tuple(
+    f"ssdevice.{side}.{name}" for side in ("export", "runtime") for name in targets.BUILT_IN
+)
 REGISTRY = "ssdevice/targets.py"
 TORCH = ("node", "spec")
 """Names of torch's own things that have a target: nodes of a graph, entries of its signature."""
@@ -18,16 +20,15 @@ TORCH = ("node", "spec")
 
 def neutral_files(repository: Path) -> Iterator[Path]:
     """The product's files outside the folders of targets."""
-    for root in ("ssdevice", "export", "runtime", "peers"):
-        for file in sorted((repository / root).rglob("*.py")):
-            parts = file.relative_to(repository).parts
-            linked = root == "ssdevice" and parts[1] in ("export", "runtime", "peers")
-            if not linked and not (root != "ssdevice" and parts[1] in targets.BUILT_IN):
-                yield file
+    for file in sorted((repository / "ssdevice").rglob("*.py")):
+        if not set(file.relative_to(repository).parts) & set(targets.BUILT_IN):
+            yield file
 
 
 def about_targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines that branch on a target, name one where values are looked up, or import from its folder."""
+    """Lines that branch on a target, name one where values are looked up, or import from its
+    folder.
+    """
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names]
@@ -35,7 +36,9 @@ def about_targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
             if any(f"{name}.".startswith(f"{folder}.") for name in names for folder in FOLDERS):
                 yield node.lineno, "imports a target"
-        elif isinstance(node, ast.Compare) and any(is_target(one) for one in (node.left, *node.comparators)):
+        elif isinstance(node, ast.Compare) and any(
+            is_target(one) for one in (node.left, *node.comparators)
+        ):
             yield node.lineno, "compares targets"
         elif isinstance(node, ast.Match) and is_target(node.subject):
             yield node.lineno, "matches targets"
@@ -44,7 +47,9 @@ def about_targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def is_target(node: ast.expr) -> bool:
-    """Whether an expression is called ``target``, as in ``manifest.target`` or ``args.target.value``."""
+    """Whether an expression is called ``target``, as in ``manifest.target`` or
+    ``args.target.value``.
+    """
     while isinstance(node, ast.Attribute) and node.attr == "value":
         node = node.value
     if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in TORCH:

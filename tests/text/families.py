@@ -1,4 +1,6 @@
-"""Chat templates as the families that users have write them, and what comes of them: frames, or a template."""
+"""Chat templates as the families that users have write them, and what comes of them: frames, or a
+template.
+"""
 
 from __future__ import annotations
 
@@ -147,12 +149,16 @@ DISTILLED = """{{ bos_token }}{% set ns = namespace(told='') %}
 {{ '<|assistant|>' + message.content.split('</think>')[-1] + eos_token }}{% endif %}
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
-COUNTED = "{% for m in messages %}{{ loop.index ~ m.role ~ ':' ~ m.content ~ eos_token }}{% endfor %}"
+COUNTED = (
+    "{% for m in messages %}{{ loop.index ~ m.role ~ ':' ~ m.content ~ eos_token }}{% endfor %}"
+)
 LENGTHY = "{% for m in messages %}{{ m.role ~ (':' if m.content|length < 99 else '::') ~ m.content }}{% endfor %}"
 CASED = "{% for m in messages %}{{ m.role ~ m.content|capitalize }}{% endfor %}"
 LINES = "{% for m in messages %}{{ m.role ~ m.content.strip('\\n') ~ eos_token }}{% endfor %}"
 FORGETFUL = "{% for m in messages[-10:] %}{{ m.role ~ m.content ~ eos_token }}{% endfor %}"
-DEAF = "{% for m in messages if m.role != 'system' %}{{ m.role ~ m.content ~ eos_token }}{% endfor %}"
+DEAF = (
+    "{% for m in messages if m.role != 'system' %}{{ m.role ~ m.content ~ eos_token }}{% endfor %}"
+)
 CHANCE = "{{ ['a', 'b', 'c'] | random }}" + CHATML
 HERMES = """{%- if tools %}
     {{- '<|im_start|>system\\n' ~ (messages[0].content ~ '\\n' if messages[0].role == 'system' else '') }}
@@ -199,18 +205,33 @@ LLAMA3_TOOLS = """{{- bos_token }}
 WITH_TOOLS = {"qwen2.5": QWEN25, "hermes": HERMES, "llama3": LLAMA3_TOOLS}
 """Templates that write tools."""
 WHOLE = {
-    "chatml": CHATML, "smollm2": SMOLLM2, "qwen2.5": QWEN25, "llama2": LLAMA2, "llama3": LLAMA3, "gemma": GEMMA,
-    "gemma3": GEMMA3, "mistral": MISTRAL, "phi3": PHI3, "zephyr": ZEPHYR,
-}  # fmt: skip
+    "chatml": CHATML,
+    "smollm2": SMOLLM2,
+    "qwen2.5": QWEN25,
+    "llama2": LLAMA2,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "gemma3": GEMMA3,
+    "mistral": MISTRAL,
+    "phi3": PHI3,
+    "zephyr": ZEPHYR,
+}
 """Templates that are texts around messages."""
 MORE_NAMES = ("qwen2.5",)
 """Those of them that read tools or other arguments: they are kept beside the frames."""
 ONE_QUESTION = {"qwen3": QWEN3, "distilled": DISTILLED, "counted": COUNTED, "forgetful": FORGETFUL}
 """Those that are only for a conversation of one message, because they change earlier ones."""
 MORE = {
-    "mistral3": MISTRAL3, "llama3.1": LLAMA31, "smollm3": SMOLLM3, "dated3": DATED3, "lengthy": LENGTHY, "cased": CASED,
-    "lines": LINES, "deaf": DEAF, "chance": CHANCE,
-}  # fmt: skip
+    "mistral3": MISTRAL3,
+    "llama3.1": LLAMA31,
+    "smollm3": SMOLLM3,
+    "dated3": DATED3,
+    "lengthy": LENGTHY,
+    "cased": CASED,
+    "lines": LINES,
+    "deaf": DEAF,
+    "chance": CHANCE,
+}
 """Those that are none, also not for one message."""
 TRIMS = {
     "llama2": (Trim.BOTH, Trim.RIGHT),

@@ -1,4 +1,6 @@
-"""Frames give what jinja2 renders as transformers calls it, and only templates that are no more become frames."""
+"""Frames give what jinja2 renders as transformers calls it, and only templates that are no more
+become frames.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def conversations() -> list[list[dict[str, str]]]:
         start = [] if system is None else [{"role": "system", "content": system}]
         for at, text in enumerate(TEXTS):
             said = [text, TEXTS[at - 1], text, (" ", "")[at % 2], TEXTS[at - 2]]
-            talk = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(said)]
+            talk = [
+                {"role": ("user", "assistant")[i % 2], "content": content}
+                for i, content in enumerate(said)
+            ]
             found += [[*start, *talk[:size]] for size in range(1, 6)]
     return found
 
@@ -51,7 +56,11 @@ def as_jinja2(folder: Path, template: str) -> Any:
 
     def render(messages: list[dict[str, str]], opened: bool) -> str | None:
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=opened
+                )
+            )
         except errors:
             return None
 
@@ -68,9 +77,14 @@ def joined(chat: ChatFormat, messages: list[dict[str, str]], opened: bool) -> st
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_frames_give_the_texts_of_their_template(tmp_path: Path, name: str) -> None:
-    chat, render = framed(WHOLE[name]), as_jinja2(tmp_path, WHOLE[name])
+    chat = framed(WHOLE[name])
+    render = as_jinja2(tmp_path, WHOLE[name])
     kept = (WHOLE[name], NAMED) if name in MORE_NAMES else (None, {})
-    assert (chat.template, chat.special_tokens) == kept and chat.note is None and isinstance(chat.writer, Frames)
+    assert (
+        (chat.template, chat.special_tokens) == kept
+        and chat.note is None
+        and isinstance(chat.writer, Frames)
+    )
     refused = 0
     for messages in conversations():
         ended = messages[-1]["role"] == "assistant"
@@ -85,20 +99,29 @@ def test_frames_give_the_texts_of_their_template(tmp_path: Path, name: str) -> N
 def test_frames_know_what_templates_strip_and_refuse(name: str) -> None:
     frames = framed(WHOLE[name]).frames
     assert frames is not None and frames.empty_system == (name != "phi3")
-    first, after = frames.first.trim, frames.after_system and frames.after_system.trim
+    first = frames.first.trim
+    after = frames.after_system and frames.after_system.trim
     assert (first, after) == TRIMS.get(name, (Trim.NONE, None if name in NO_SYSTEM else Trim.NONE))
     assert (frames.system is None) == (frames.after_system is None) == (name in NO_SYSTEM)
 
 
 @pytest.mark.parametrize("name", ONE_QUESTION)
-def test_a_template_that_changes_earlier_messages_is_kept_with_frames_for_one(tmp_path: Path, name: str) -> None:
+def test_a_template_that_changes_earlier_messages_is_kept_with_frames_for_one(
+    tmp_path: Path, name: str
+) -> None:
     template = ONE_QUESTION[name]
-    chat, render = framed(template), as_jinja2(tmp_path, template)
+    chat = framed(template)
+    render = as_jinja2(tmp_path, template)
     writer = chat.writer
-    assert chat.template == template and chat.special_tokens == NAMED and chat.note == NO_CONVERSATIONS
+    assert (
+        chat.template == template and chat.special_tokens == NAMED and chat.note == NO_CONVERSATIONS
+    )
     for messages in conversations():
         wanted = render(messages, True)
-        if sum(message["role"] == "user" for message in messages) == 1 and messages[-1]["role"] == "user":
+        if (
+            sum(message["role"] == "user" for message in messages) == 1
+            and messages[-1]["role"] == "user"
+        ):
             assert joined(chat, messages, True) == wanted
         elif messages[-1]["role"] == "user":
             assert joined(chat, messages, True) is None
@@ -112,7 +135,10 @@ def test_a_template_that_looks_into_messages_or_writes_dates_has_no_frames(name:
 
 
 def test_variables_of_the_export_are_in_the_frames() -> None:
-    template = WHOLE["chatml"] + "{% if add_generation_prompt and not thinking %}{{ '<think></think>' }}{% endif %}"
+    template = (
+        WHOLE["chatml"]
+        + "{% if add_generation_prompt and not thinking %}{{ '<think></think>' }}{% endif %}"
+    )
     frames = framed(template, thinking=False).frames
     assert frames is not None and frames.answer == "<|im_start|>assistant\n<think></think>"
 
@@ -124,7 +150,8 @@ def test_ids_of_prompts_with_an_instruction_are_those_of_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="the reference for chat templates")
     folder = write_folder(tmp_path, TOKENIZERS[tokenizer], WHOLE[name])
-    chat, theirs = open_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    chat = open_tokenizer(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert chat.chat.template is None
     for text in ("hi", "  both \n", "a\n\nb"):
         for instruction in ("", "Be brief.", "  Be\nbrief. "):
@@ -133,12 +160,16 @@ def test_ids_of_prompts_with_an_instruction_are_those_of_transformers(
             assert chat.prompt_ids(text, instruction=instruction) == list(wanted)
 
 
-@pytest.mark.parametrize("roles", ["assistant", "user user", "system system", "system assistant", "user tool"])
+@pytest.mark.parametrize(
+    "roles", ["assistant", "user user", "system system", "system assistant", "user tool"]
+)
 def test_messages_in_another_order_are_refused(roles: str) -> None:
     frames = framed(WHOLE["chatml"]).frames
     assert frames is not None
     messages = [{"role": role, "content": "x"} for role in roles.split()]
-    with pytest.raises(ConfigError, match="takes no (assistant|user|system|tool) message as message [12] of a"):
+    with pytest.raises(
+        ConfigError, match="takes no (assistant|user|system|tool) message as message [12] of a"
+    ):
         frames.render(messages, add_generation_prompt=True)
 
 

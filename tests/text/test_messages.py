@@ -18,18 +18,29 @@ from ssdevice.text.tokenizer import ChatTokenizer
 from tests.text.families import GEMMA, MORE, ONE_QUESTION, QWEN3, WHOLE, WITH_TOOLS
 from tests.text.test_tokenizer import TOKENIZERS, write_folder
 
-AutoTokenizer: Any = pytest.importorskip("transformers", reason="the reference for chat templates").AutoTokenizer
+AutoTokenizer: Any = pytest.importorskip(
+    "transformers", reason="the reference for chat templates"
+).AutoTokenizer
 
 TOOL = {
     "type": "function",
     "function": {
         "name": "weather",
         "description": "The weather of a \"city\" <now> & 'then', 你好.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
-CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1.5}}}
-SYSTEM, USER = {"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "How is it?"}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Zürich", "n": 1.5}},
+}
+SYSTEM = {"role": "system", "content": " Be brief.\n"}
+USER = {"role": "user", "content": "How is it?"}
 ANSWER = {"role": "assistant", "content": "<think>\nso\n</think>\n\nFine. "}
 CALLED = [
     USER,
@@ -49,11 +60,15 @@ def opened(folder: Path, template: str) -> tuple[ChatTokenizer, Any]:
     """Our tokenizer as a bundle keeps it, and that of transformers."""
     folder = write_folder(folder, TOKENIZERS["byte_level"], template)
     ours = open_tokenizer(folder)
-    return ChatTokenizer.from_bytes(ours.tokenizer_json, ours.chat), AutoTokenizer.from_pretrained(folder)
+    return ChatTokenizer.from_bytes(ours.tokenizer_json, ours.chat), AutoTokenizer.from_pretrained(
+        folder
+    )
 
 
 def theirs(tokenizer: Any, messages: list[dict[str, Any]], **given: Any) -> list[int]:
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)["input_ids"]
+    )
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *ONE_QUESTION, "smollm3", *WITH_TOOLS])
@@ -74,7 +89,9 @@ def test_tools_and_calls_have_the_ids_of_transformers(tmp_path: Path, name: str)
     for talk in {**TALKS, **CALLS}.values():
         for tools in ([], [TOOL], [TOOL, {**TOOL, "x": None}]):
             given = {"tools": tools} if tools else {}
-            assert chat.chat_ids(Chat(checked(talk)).given(tools, None)) == theirs(reference, talk, **given)
+            assert chat.chat_ids(Chat(checked(talk)).given(tools, None)) == theirs(
+                reference, talk, **given
+            )
 
 
 @pytest.mark.parametrize(
@@ -87,20 +104,29 @@ def test_tools_and_calls_have_the_ids_of_transformers(tmp_path: Path, name: str)
         (WITH_TOOLS["llama3"], {"date_string": "1 May 2026"}),
     ],
 )
-def test_template_arguments_have_the_ids_of_transformers(tmp_path: Path, template: str, given: dict[str, Any]) -> None:
+def test_template_arguments_have_the_ids_of_transformers(
+    tmp_path: Path, template: str, given: dict[str, Any]
+) -> None:
     chat, reference = opened(tmp_path, template)
     for talk in TALKS.values():
-        assert chat.chat_ids(Chat(checked(talk)).given((), given)) == theirs(reference, talk, **given)
-    with pytest.raises(InputError, match=f"does not read 'enable_thinkin'; it reads .*{next(iter(given))}"):
+        assert chat.chat_ids(Chat(checked(talk)).given((), given)) == theirs(
+            reference, talk, **given
+        )
+    with pytest.raises(
+        InputError, match=f"does not read 'enable_thinkin'; it reads .*{next(iter(given))}"
+    ):
         chat.chat_ids(Chat((USER,)).given((), {"enable_thinkin": False}))
 
 
 def test_calls_are_taken_as_openai_sends_them_and_written_as_templates_expect_them() -> None:
     function = {"name": "weather", "arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[index]
     sent = {
-        "role": "assistant", "content": None, "refusal": None, "annotations": [],
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
         "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
-    }  # fmt: skip
+    }
     assert checked([USER, sent, CALLED[2]]) == tuple(CALLED)
     no_arguments = {**sent, "tool_calls": [{"function": {"name": "now"}}]}
     called = checked([USER, no_arguments, {"role": "tool", "content": ""}])[1]
@@ -112,7 +138,9 @@ NAMED = """{% for m in messages %}{{ '<|im_start|>' + m.role + (m.name or '') + 
 
 
 @pytest.mark.parametrize("template", [*WHOLE.values(), WITH_TOOLS["hermes"], QWEN3, NAMED])
-def test_a_name_is_written_where_the_template_reads_it_and_nowhere_else(tmp_path: Path, template: str) -> None:
+def test_a_name_is_written_where_the_template_reads_it_and_nowhere_else(
+    tmp_path: Path, template: str
+) -> None:
     chat, reference = opened(tmp_path, template)
     named = [{**USER, "name": "ann"}, {**ANSWER, "name": "bob"}, {**USER, "name": "ann"}]
     ids = chat.chat_ids(Chat(checked(named)))
@@ -122,7 +150,11 @@ def test_a_name_is_written_where_the_template_reads_it_and_nowhere_else(tmp_path
 
 def test_a_template_that_reads_more_is_kept_and_frames_write_what_they_can(tmp_path: Path) -> None:
     chat, _ = opened(tmp_path / "hermes", WITH_TOOLS["hermes"])
-    assert chat.chat.template is not None and isinstance(chat.chat.writer, Frames) and chat.chat.note is None
+    assert (
+        chat.chat.template is not None
+        and isinstance(chat.chat.writer, Frames)
+        and chat.chat.note is None
+    )
     chat.chat_ids(Chat((USER,)))
     assert "_full" not in vars(chat)  # no process was started
     broken = ChatTokenizer(chat.tokenizer, replace(chat.chat, template="{% if %}"))
@@ -131,7 +163,11 @@ def test_a_template_that_reads_more_is_kept_and_frames_write_what_they_can(tmp_p
         broken.chat_ids(Chat((USER,)).given([TOOL], None))
     gemma, _ = opened(tmp_path / "gemma", GEMMA)
     assert gemma.chat.template is None
-    for given in (Chat((USER,)).given([TOOL], None), Chat((USER,)).given((), {"x": 1}), Chat(tuple(CALLED))):
+    for given in (
+        Chat((USER,)).given([TOOL], None),
+        Chat((USER,)).given((), {"x": 1}),
+        Chat(tuple(CALLED)),
+    ):
         with pytest.raises(InputError, match="there are no tools and no template arguments"):
             gemma.chat_ids(given)
     qwen3, _ = opened(tmp_path / "qwen3", QWEN3)

@@ -1,4 +1,6 @@
-"""A model without a chat template: its prompts have the ids that transformers' tokenizer gives the text itself."""
+"""A model without a chat template: its prompts have the ids that transformers' tokenizer gives the
+text itself.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_ids_are_those_of_the_text(tmp_path: Path, tokenizer: str, form: str) ->
     end = theirs.convert_tokens_to_ids("</s>")
     for text in TEXTS:
         wanted = theirs(f"Be brief.\n{text}")["input_ids"]
-        wanted = wanted[:-1] if wanted[-1] == end else wanted  # the model goes on where the text ends
+        wanted = (
+            wanted[:-1] if wanted[-1] == end else wanted
+        )  # the model goes on where the text ends
         assert chat.prompt_ids(text, instruction="Be brief.") == wanted
         assert again.prompt_ids(text, system="Be brief.") == wanted
         assert chat.prompt_ids(text) == [i for i in theirs(text)["input_ids"] if i != end]
@@ -56,11 +60,15 @@ def test_a_conversation_is_one_text(tmp_path: Path) -> None:
     chat = open_tokenizer(write_folder(tmp_path, TOKENIZERS["byte_level"], None))
     turns = (("system", "be brief"), ("user", "one,"), ("assistant", " two"), ("user", "three,"))
     messages = [{"role": role, "content": words} for role, words in turns]
-    assert chat._template.render(messages, add_generation_prompt=True) == "be brief\none, two\nthree,"
+    assert (
+        chat._template.render(messages, add_generation_prompt=True) == "be brief\none, two\nthree,"
+    )
 
 
 def test_a_beginning_that_no_template_can_write_is_refused(tmp_path: Path) -> None:
     tokenizer = with_marks(TOKENIZERS["byte_level"], "$A")
-    tokenizer.post_processor = processors.TemplateProcessing(single="the $A", special_tokens=[("the", 11)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="the $A", special_tokens=[("the", 11)]
+    )
     with pytest.raises(ConfigError, match=r"none can be made .* write the model's prompt format"):
         open_tokenizer(write_folder(tmp_path, tokenizer, None))

@@ -1,4 +1,6 @@
-"""Whatever a template does, it ends within the limits of its process; those of models are left as they were."""
+"""Whatever a template does, it ends within the limits of its process; those of models are left as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def renderer() -> Iterator[Renderer]:
 
 
 def render(source: str) -> str:
-    return ChatTemplate(ChatFormat(source, {"bos_token": "<s>"}, (0,))).render(USER, add_generation_prompt=True)
+    return ChatTemplate(ChatFormat(source, {"bos_token": "<s>"}, (0,))).render(
+        USER, add_generation_prompt=True
+    )
 
 
 @pytest.mark.parametrize("source", [*ENDLESS.values(), *LARGE.values()], ids=[*ENDLESS, *LARGE])
@@ -113,7 +117,9 @@ def test_a_process_that_was_ended_or_interrupted_is_replaced(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("ssdevice.text.renderer._exchange", interrupted)
-        template.render([{"role": "user", "content": "an answer that nobody reads"}], add_generation_prompt=True)
+        template.render(
+            [{"role": "user", "content": "an answer that nobody reads"}], add_generation_prompt=True
+        )
     assert template.render(USER, add_generation_prompt=True) == "<user>hi"
 
 
@@ -130,7 +136,9 @@ time.sleep(0.1)
 
 
 def test_a_thread_that_renders_when_python_ends_prints_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -157,7 +165,9 @@ sys.exit(os.waitpid(child, 0)[1] or render(1) != "done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_process_that_was_forked_during_a_request_renders_by_itself() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -196,7 +206,9 @@ def test_time_in_which_the_process_does_not_run_counts_for_nothing(renderer: Ren
     later.join()
 
 
-def test_the_process_imports_nothing_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_imports_nothing_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "jinja2.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
     assert render(PLAIN) == "<user>hi"

@@ -42,9 +42,23 @@ TURNS = """{{ bos_token }}{% for message in messages %}{% if loop.index0 > 9 %}{
 {{ ns.role }}: {{ {'text': message.content} | tojson }}{{ eos_token }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "instruct": INSTRUCT, "turns": TURNS}
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+SPECIAL = (
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
-TEXTS = ("a simple answer", "  spaces around \n", "你好, 世界 🙂👩‍👩‍👧", "x < y & \"z\" 'q'", "\nline\n\nline")
+TEXTS = (
+    "a simple answer",
+    "  spaces around \n",
+    "你好, 世界 🙂👩‍👩‍👧",
+    "x < y & \"z\" 'q'",
+    "\nline\n\nline",
+)
 
 
 def byte_level() -> Tokenizer:
@@ -53,25 +67,50 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[*SPECIAL]
+        vocab_size=340,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[*SPECIAL],
     )
-    tokenizer.train_from_iterator(["the answer is the restaurant. 你好 你们 🙂 🙃 naïve"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        ["the answer is the restaurant. 你好 你们 🙂 🙃 naïve"] * 4, trainer
+    )
     return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
-    """A SentencePiece-like BPE as Llama 2's: a mark for spaces, one token a byte for unknown characters."""
-    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz.,"]
+    """A SentencePiece-like BPE as Llama 2's: a mark for spaces, one token a byte for unknown
+    characters.
+    """
+    pieces = [
+        "<unk>",
+        *SPECIAL,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz.,",
+    ]
     pairs = [("t", "h"), ("th", "e"), ("▁", "a"), ("▁", "the"), ("▁", "▁")]
     vocab = {piece: i for i, piece in enumerate([*pieces, *(a + b for a, b in pairs)])}
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True, dropout=None)
+        models.BPE(
+            vocab=vocab,
+            merges=pairs,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+            dropout=None,
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     return tokenizer
 
 
@@ -92,7 +131,9 @@ def write_folder(folder: Path, tokenizer: Tokenizer, template: str | None, **fil
 def as_transformers(folder: Path, messages: list[dict[str, str]], generate: bool) -> list[int]:
     transformers = pytest.importorskip("transformers", reason="the reference for chat templates")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=generate)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=generate)["input_ids"]
+    )
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
@@ -120,7 +161,9 @@ def test_ids_equal_those_of_transformers(tmp_path: Path, template: str, tokenize
 def test_shipped_model_equals_transformers(repository: Path) -> None:
     folder = Path(os.environ.get("SSDEVICE_BASE_MODEL") or repository / "models" / "base-7m")
     if not folder.is_dir():
-        pytest.skip(f"no model folder {folder.name}; set SSDEVICE_BASE_MODEL to one whose template takes a user turn")
+        pytest.skip(
+            f"no model folder {folder.name}; set SSDEVICE_BASE_MODEL to one whose template takes a user turn"
+        )
     chat = open_tokenizer(folder)
     for text in ("name[Aromi], food[French]", *TEXTS):
         user = {"role": "user", "content": f"Describe the restaurant.\n{text}"}
@@ -152,7 +195,8 @@ def test_answer_of_a_template_that_opens_it_differently_or_never_ends_it(tmp_pat
 
 def test_stop_tokens_come_from_every_place_that_names_one(tmp_path: Path) -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    eos, turn = tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<|im_end|>")
+    eos = tokenizer.token_to_id("</s>")
+    turn = tokenizer.token_to_id("<|im_end|>")
     folder = write_folder(tmp_path, tokenizer, CHATML)
     assert open_tokenizer(folder).stop_ids == (eos, turn)
     write_folder(folder, tokenizer, CHATML, config={"eos_token_id": 5})
@@ -173,7 +217,9 @@ def test_template_is_found_where_older_folders_keep_it(tmp_path: Path) -> None:
     expected = open_tokenizer(write_folder(tmp_path / "new", tokenizer, CHATML)).prompt_ids("hi")
     for template in (CHATML, named):
         config = {**NAMED, "chat_template": template}
-        chat = open_tokenizer(write_folder(tmp_path / "old", tokenizer, None, tokenizer_config=config))
+        chat = open_tokenizer(
+            write_folder(tmp_path / "old", tokenizer, None, tokenizer_config=config)
+        )
         assert chat.prompt_ids("hi") == expected
     named[1]["name"] = "rag"
     with pytest.raises(ConfigError, match="several chat templates and no default"):
@@ -181,7 +227,9 @@ def test_template_is_found_where_older_folders_keep_it(tmp_path: Path) -> None:
 
 
 def test_template_variables_reach_the_template(tmp_path: Path) -> None:
-    template = CHATML + "{% if add_generation_prompt and enable_thinking is false %}no thoughts{% endif %}"
+    template = (
+        CHATML + "{% if add_generation_prompt and enable_thinking is false %}no thoughts{% endif %}"
+    )
     folder = write_folder(tmp_path, TOKENIZERS["byte_level"], template)
     plain = open_tokenizer(folder)
     form = dataclasses.replace(plain.chat, variables={"enable_thinking": False})
@@ -198,9 +246,17 @@ def test_folders_that_cannot_be_used_say_what_is_missing(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"no tokenizer\.json; make one with transformers"):
         open_tokenizer(tmp_path / "empty")
     with pytest.raises(ConfigError, match="no stop token"):
-        open_tokenizer(write_folder(tmp_path / "endless", tokenizer, "{{ messages[-1].content }}", tokenizer_config={}))
-    with pytest.raises(ConfigError, match=r"bos: transformers cannot open its tokenizer \(TypeError: .* bos_token"):
-        open_tokenizer(write_folder(tmp_path / "bos", tokenizer, CHATML, tokenizer_config={"bos_token": 3}))
+        open_tokenizer(
+            write_folder(
+                tmp_path / "endless", tokenizer, "{{ messages[-1].content }}", tokenizer_config={}
+            )
+        )
+    with pytest.raises(
+        ConfigError, match=r"bos: transformers cannot open its tokenizer \(TypeError: .* bos_token"
+    ):
+        open_tokenizer(
+            write_folder(tmp_path / "bos", tokenizer, CHATML, tokenizer_config={"bos_token": 3})
+        )
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: expected a JSON object"):
         open_tokenizer(write_folder(tmp_path / "list", tokenizer, CHATML, tokenizer_config=[]))
     folder = write_folder(tmp_path / "damaged", tokenizer, CHATML)
@@ -261,9 +317,13 @@ def test_formats_that_cannot_be_used_are_refused() -> None:
 # The character that stands for each byte in a byte-level vocabulary: itself, or one from U+0100 on.
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-CHARACTERS = [chr(byte) if byte in PRINTABLE else chr(256 + OTHERS.index(byte)) for byte in range(256)]
+CHARACTERS = [
+    chr(byte) if byte in PRINTABLE else chr(256 + OTHERS.index(byte)) for byte in range(256)
+]
 
-WORDS = st.sampled_from(["the", " answer", " ", "  ", "\n", "你好", "🙂", "👩‍👩‍👧", "naïve", "é", "\ufffd", "a", "."])
+WORDS = st.sampled_from(
+    ["the", " answer", " ", "  ", "\n", "你好", "🙂", "👩‍👩‍👧", "naïve", "é", "\ufffd", "a", "."]
+)
 UNICODE = st.one_of(st.lists(WORDS, max_size=12).map("".join), st.text(max_size=30))
 
 
@@ -281,10 +341,14 @@ def runs_of(ids: list[int], data: st.DataObject) -> list[list[int]]:
 def test_pieces_concatenate_to_the_whole_text(name: str, text: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    for _ in range(data.draw(st.integers(0, 2))):  # special tokens leave no trace, also at the beginning of words
+    for _ in range(
+        data.draw(st.integers(0, 2))
+    ):  # special tokens leave no trace, also at the beginning of words
         ids.insert(data.draw(st.integers(0, len(ids))), tokenizer.token_to_id("<|im_end|>"))
     whole = tokenizer.decode(ids, skip_special_tokens=True)
-    assume(name == "byte_level" or whole.count("\ufffd") == text.count("\ufffd"))  # a special token split a character
+    assume(
+        name == "byte_level" or whole.count("\ufffd") == text.count("\ufffd")
+    )  # a special token split a character
     stream = TextStream(TokenTexts(tokenizer))
     given_out = ""
     for run in runs_of(ids, data):
@@ -297,14 +361,20 @@ def test_pieces_concatenate_to_the_whole_text(name: str, text: str, data: st.Dat
 
 
 @given(values=st.lists(st.integers(0, 339), max_size=60), data=st.data())
-def test_any_ids_of_a_byte_level_tokenizer_give_their_text(values: list[int], data: st.DataObject) -> None:
+def test_any_ids_of_a_byte_level_tokenizer_give_their_text(
+    values: list[int], data: st.DataObject
+) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     stream = TextStream(TokenTexts(tokenizer))
     pieces = [stream.push(run) for run in runs_of(values, data)]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(values, skip_special_tokens=True)
 
 
-@given(values=st.lists(st.sampled_from([0xFF, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x99, 0x82, 0x41]), max_size=80))
+@given(
+    values=st.lists(
+        st.sampled_from([0xFF, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x99, 0x82, 0x41]), max_size=80
+    )
+)
 @example([0xFF] * 80)
 @example([0xF0, 0x9F] * 40)
 @example([0xFF] * 15 + [0x41] + [0xFF] * 15)
@@ -322,7 +392,9 @@ def test_broken_bytes_give_their_text_and_do_not_pile_up(values: list[int]) -> N
 def test_characters_over_several_tokens_appear_whole() -> None:
     for name, tokenizer in TOKENIZERS.items():
         stream = TextStream(TokenTexts(tokenizer))
-        pieces = [stream.push([i]) for i in tokenizer.encode("a 🙂 b", add_special_tokens=False).ids]
+        pieces = [
+            stream.push([i]) for i in tokenizer.encode("a 🙂 b", add_special_tokens=False).ids
+        ]
         assert "".join(pieces) + stream.flush() == "a 🙂 b", name
         assert [piece.strip() for piece in pieces if "🙂" in piece] == ["🙂"], name
 
@@ -332,7 +404,8 @@ def test_work_per_token_does_not_grow_with_the_answer() -> None:
     longest = 0
 
     class Counting:
-        get_added_tokens_decoder, id_to_token = tokenizer.get_added_tokens_decoder, tokenizer.id_to_token
+        get_added_tokens_decoder = tokenizer.get_added_tokens_decoder
+        id_to_token = tokenizer.id_to_token
         decoder = tokenizer.decoder
 
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
@@ -355,11 +428,14 @@ def test_work_per_token_does_not_grow_with_the_answer() -> None:
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     data=st.data(),
 )
-def test_the_first_stop_string_is_found_however_text_arrives(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_the_first_stop_string_is_found_however_text_arrives(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     expected = text[: min(ends)[1]] if ends else text
     finder = StopStrings(stops)
-    given_out, rest = "", text
+    given_out = ""
+    rest = text
     while rest:
         size = data.draw(st.integers(1, 6))
         given_out += finder.push(rest[:size])
@@ -371,7 +447,12 @@ def test_the_first_stop_string_is_found_however_text_arrives(text: str, stops: l
 
 def test_text_that_may_begin_a_stop_string_is_held_back_and_no_more() -> None:
     finder = StopStrings(["\n\nUser:"])
-    assert [finder.push(piece) for piece in ("one\n", "two\n\n", "Us", "e it\n")] == ["one", "\ntwo", "", "\n\nUse it"]
+    assert [finder.push(piece) for piece in ("one\n", "two\n\n", "Us", "e it\n")] == [
+        "one",
+        "\ntwo",
+        "",
+        "\n\nUse it",
+    ]
     assert finder.flush() == "\n" and finder.stop is None
     with pytest.raises(ConfigError, match="stop string is empty"):
         StopStrings(["a", ""])
@@ -383,10 +464,14 @@ def test_an_answer_ends_at_the_same_token_whatever_the_runs(data: st.DataObject)
     eos = tokenizer.token_to_id("</s>")
     ids = tokenizer.encode("the answer: 你好. 🙂 the end", add_special_tokens=False).ids
     ids.insert(data.draw(st.integers(0, len(ids))), eos)
-    stops = data.draw(st.lists(st.sampled_from([": ", "好", "🙂", "the e", "zz", "er"]), max_size=3))
+    stops = data.draw(
+        st.lists(st.sampled_from([": ", "好", "🙂", "the e", "zz", "er"]), max_size=3)
+    )
 
     def output(runs: list[list[int]]) -> tuple[str, int, bool, str | None]:
-        answer, text, used = TextOutput(TextStream(TokenTexts(tokenizer)), [eos], StopStrings(stops)), "", 0
+        answer = TextOutput(TextStream(TokenTexts(tokenizer)), [eos], StopStrings(stops))
+        text = ""
+        used = 0
         for run in runs:
             emission = answer.push(run)
             text, used = text + emission.text, used + emission.used
@@ -405,30 +490,56 @@ def test_an_answer_ends_at_the_same_token_whatever_the_runs(data: st.DataObject)
 @pytest.mark.parametrize(
     "stops",
     [
-        ["<|eot_id|>"], ["the<|eot_id|>"], ["<|eot_id|>a"], ["<|eot_id|><|im_end|>"], ["id|>"], ["r<|e"], ["<|im"],
-        ["<|im_end|>", "the answer"], ["thea"], ["|><|"],
+        ["<|eot_id|>"],
+        ["the<|eot_id|>"],
+        ["<|eot_id|>a"],
+        ["<|eot_id|><|im_end|>"],
+        ["id|>"],
+        ["r<|e"],
+        ["<|im"],
+        ["<|im_end|>", "the answer"],
+        ["thea"],
+        ["|><|"],
     ],
-)  # fmt: skip
+)
 def test_special_tokens_stop_where_generate_of_transformers_stops(stops: list[str]) -> None:
-    generation = pytest.importorskip("transformers.generation", reason="the reference for stop strings")
+    generation = pytest.importorskip(
+        "transformers.generation", reason="the reference for stop strings"
+    )
     torch = pytest.importorskip("torch")
     tokenizer = TOKENIZERS["byte_level"]
     reference = generation.StopStringCriteria(_fast(tokenizer), stops)
     rng = Random(0)
-    words = ["<|eot_id|>", "<|im_end|>", "<s>", "the", "the", " answer", "a", " <|", "id|>", "<|eot", "_id"]
+    words = [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<s>",
+        "the",
+        "the",
+        " answer",
+        "a",
+        " <|",
+        "id|>",
+        "<|eot",
+        "_id",
+    ]
     words += words[:2]
     found = 0
     for _ in range(60):
         chosen = "".join(rng.choices(words, k=12))
         ids = tokenizer.encode(chosen, add_special_tokens=False).ids
-        ends = (n for n in range(1, len(ids) + 1) if bool(reference(torch.tensor([ids[:n]]), None)[0]))
+        ends = (
+            n for n in range(1, len(ids) + 1) if bool(reference(torch.tensor([ids[:n]]), None)[0])
+        )
         expected = next(ends, None)
         answer = TextOutput(TextStream(TokenTexts(tokenizer)), [], StopStrings(stops))
         emission = answer.push(ids)
         text = emission.text + ("" if emission.stopped else answer.finish())
         assert (emission.used if emission.stopped else None) == expected
         written = tokenizer.decode(ids[:expected], skip_special_tokens=False)
-        first = min((written.index(stop) for stop in stops if stop in written), default=len(written))
+        first = min(
+            (written.index(stop) for stop in stops if stop in written), default=len(written)
+        )
         assert tokenizer.decode(ids, skip_special_tokens=True).startswith(text)
         assert len(text) <= first, "marks of special tokens are not shown"
         assert expected is not None or text == tokenizer.decode(ids, skip_special_tokens=True)
@@ -452,16 +563,22 @@ def test_a_stop_inside_an_accepted_run_names_its_token(tmp_path: Path) -> None:
 
 
 def test_user_content_puts_the_instruction_on_its_own_line() -> None:
-    assert user_content("Solve the problem step by step.", "1 + 1?") == "Solve the problem step by step.\n1 + 1?"
+    assert (
+        user_content("Solve the problem step by step.", "1 + 1?")
+        == "Solve the problem step by step.\n1 + 1?"
+    )
     assert user_content(None, "hi") == user_content("", "hi") == "hi"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", [" a the b", "the a", "🙂é 你", "\ufffd a", " ", "a\ufffd"])
 def test_tokens_said_one_by_one_are_the_text(name: str, text: str) -> None:
-    """Also where a tokenizer leaves out the space before the first token, and where a character spans tokens."""
+    """Also where a tokenizer leaves out the space before the first token, and where a character
+    spans tokens.
+    """
     tokenizer = TOKENIZERS[name]
-    texts, ids = TokenTexts(tokenizer), tokenizer.encode(text, add_special_tokens=False).ids
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
     said = [texts.said(token, at == 0) for at, token in enumerate(ids)]
     whole = tokenizer.decode(ids, skip_special_tokens=False)
     assert b"".join(content for _, content in said).decode() == whole

@@ -32,23 +32,35 @@ def opened(**parts: Any) -> ChatTokenizer:
 
 def charsmap(*texts: bytes) -> dict[str, str]:
     """A table of characters without an entry, and the texts that entries could lead to."""
-    table = (1 << 10).to_bytes(4, "little") + bytes(1 << 10) + b"".join(text + b"\0" for text in texts)
+    table = (
+        (1 << 10).to_bytes(4, "little") + bytes(1 << 10) + b"".join(text + b"\0" for text in texts)
+    )
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
 
 def with_marks(ids: list[int], times: int = 1) -> dict[str, Any]:
     """A post-processor that writes ``ids`` before a text."""
-    text, mark = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "m", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    mark = {"SpecialToken": {"id": "m", "type_id": 0}}
     marks = {"m": {"id": "m", "ids": ids, "tokens": ["m"] * len(ids)}}
     single = [*[mark] * times, text]
-    return {"type": "TemplateProcessing", "single": single, "pair": [*single, text], "special_tokens": marks}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, text],
+        "special_tokens": marks,
+    }
 
 
 @pytest.mark.parametrize(
     "parts",
     [
         {"normalizer": normalizers.Sequence([normalizers.Replace("a", "a" * 10)] * 4)},
-        {"normalizer": normalizers.Sequence([normalizers.Sequence([normalizers.Replace("ab", "b" * 9)] * 3)] * 2)},
+        {
+            "normalizer": normalizers.Sequence(
+                [normalizers.Sequence([normalizers.Replace("ab", "b" * 9)] * 3)] * 2
+            )
+        },
         {"normalizer": normalizers.Replace(Regex("(?=a)"), "x" * MAX_GROWTH)},
         {"normalizer": normalizers.Replace("", "x" * MAX_GROWTH)},
         {"normalizer": normalizers.Prepend("x" * MAX_GROWTH)},
@@ -62,7 +74,10 @@ def with_marks(ids: list[int], times: int = 1) -> dict[str, Any]:
     ],
 )
 def test_what_could_fill_the_memory_is_refused(parts: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"tokenizer.json: its steps can make a text more than {MAX_GROWTH} times"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"tokenizer.json: its steps can make a text more than {MAX_GROWTH} times",
+    ):
         opened(**parts)
 
 
@@ -70,10 +85,18 @@ def test_what_could_fill_the_memory_is_refused(parts: dict[str, Any]) -> None:
     "parts",
     [
         {
-            "normalizer": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
-            "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+            "normalizer": normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            ),
+            "decoder": decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            ),
         },
-        {"normalizer": normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁")])},
+        {
+            "normalizer": normalizers.Sequence(
+                [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁")]
+            )
+        },
         {"normalizer": charsmap(b"y" * 36), "pre_tokenizer": pre_tokenizers.Metaspace()},
         {"pre_tokenizer": pre_tokenizers.ByteLevel(), "decoder": decoders.ByteLevel()},
         {"normalizer": normalizers.BertNormalizer(), "decoder": decoders.WordPiece()},
@@ -94,11 +117,19 @@ def table(size: int, held: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     "damaged",
     [
-        table((1 << 32) - 4, 64), table(1 << 10, (1 << 10) - 4), table((1 << 10) - 1, 1 << 10),
-        {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [table(1 << 31, 64)]}]},
-        *(table(0, 0) | {"precompiled_charsmap": text} for text in ("", "AAA=", "AAAA", "AAAAAA", "?", [0], None)),
+        table((1 << 32) - 4, 64),
+        table(1 << 10, (1 << 10) - 4),
+        table((1 << 10) - 1, 1 << 10),
+        {
+            "type": "Sequence",
+            "normalizers": [{"type": "Sequence", "normalizers": [table(1 << 31, 64)]}],
+        },
+        *(
+            table(0, 0) | {"precompiled_charsmap": text}
+            for text in ("", "AAA=", "AAAA", "AAAAAA", "?", [0], None)
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_table_that_is_not_as_large_as_it_says_is_refused(damaged: dict[str, Any]) -> None:
     """The library would allocate twice what it says, up to 8.6 GB, before it looks."""
     with pytest.raises(ConfigError, match=r"^tokenizer\.json: 'precompiled_charsmap' is damaged$"):
@@ -106,7 +137,8 @@ def test_a_table_that_is_not_as_large_as_it_says_is_refused(damaged: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "escaped", [r"precompiled\u005fcharsmap", r"\u0070recompiled_charsmap", r"precompiled_charsma\u0070"]
+    "escaped",
+    [r"precompiled\u005fcharsmap", r"\u0070recompiled_charsmap", r"precompiled_charsma\u0070"],
 )
 def test_a_table_is_found_under_an_escaped_name(escaped: str) -> None:
     document = json.loads(make_tokenizer().tokenizer_json) | {"normalizer": table(1 << 31, 64)}
@@ -122,12 +154,14 @@ def test_a_table_is_found_under_an_escaped_name(escaped: str) -> None:
         {"vocab": [["é" * (MAX_PIECE // 2 + 1), -1.0]]},
         {"vocab": [["a", -1.0]] * 101},
     ],
-)  # fmt: skip
+)
 def test_pieces_for_which_the_library_would_take_gigabytes_are_refused(
     model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_PIECES", 100)
-    with pytest.raises(ConfigError, match=rf"more than {MAX_PIECE} bytes in one piece of its vocabulary, or"):
+    with pytest.raises(
+        ConfigError, match=rf"more than {MAX_PIECE} bytes in one piece of its vocabulary, or"
+    ):
         opened(model=model)
 
 
@@ -139,9 +173,13 @@ def test_a_file_of_any_size_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_ids_of_which_no_list_can_be_written_are_refused_where_it_is() -> None:
     """A list of all ids up to 2³⁰ took 69 s and 4 GB."""
-    tokenizer = opened(model={"type": "WordLevel", "vocab": {"a": 0, "b": 1 << 30}, "unk_token": "a"})
+    tokenizer = opened(
+        model={"type": "WordLevel", "vocab": {"a": 0, "b": 1 << 30}, "unk_token": "a"}
+    )
     assert tokenizer.encode("b") == [1 << 30]
-    with pytest.raises(ConfigError, match="a token with id 1073741824, at most 16777215 is allowed"):
+    with pytest.raises(
+        ConfigError, match="a token with id 1073741824, at most 16777215 is allowed"
+    ):
         _ = tokenizer.tokenizer_json
 
 
@@ -152,10 +190,13 @@ def test_ids_of_which_no_list_can_be_written_are_refused_where_it_is() -> None:
         {"model": BPE | {"vocab": {"a": 0}}},
         {"decoder": {"type": "Strip", "content": "a", "start": -1, "stop": 0}},
     ],
-)  # fmt: skip
+)
 def test_what_the_library_cannot_read_is_one_error(parts: dict[str, Any]) -> None:
     """It panics at some of these, which is no Exception of Python."""
-    with pytest.raises(ConfigError, match=r"^tokenizer\.json: not a tokenizer this version of tokenizers can read: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^tokenizer\.json: not a tokenizer this version of tokenizers can read: ",
+    ):
         opened(**parts)
 
 

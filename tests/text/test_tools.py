@@ -37,12 +37,27 @@ ANSWERS: list[tuple[ToolStyle, str, str, list[Call]]] = [
         "",
         [Call("f", {"a": "</tool_call>"})],
     ),
-    (HERMES, '<tool_call>{"name": "time", "arguments": "{}"}', "", [TIME]),  # the stop token came first
+    (
+        HERMES,
+        '<tool_call>{"name": "time", "arguments": "{}"}',
+        "",
+        [TIME],
+    ),  # the stop token came first
     (LLAMA3, '{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}', "", [WEATHER]),
     (LLAMA3, '<|python_tag|>{"type": "function", "name": "time", "parameters": {}}', "", [TIME]),
-    (LLAMA3, '{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}\n', "", [TIME, TIME]),
+    (
+        LLAMA3,
+        '{"name": "time", "parameters": {}}; {"name": "time", "parameters": {}}\n',
+        "",
+        [TIME, TIME],
+    ),
     (LLAMA3, 'Let me see.<|python_tag|>{"name": "time", "parameters": {}}', "Let me see.", [TIME]),
-    (GEMMA, "<start_function_call>call:weather{city:<escape>Zürich<escape>,days:2}<end_function_call>", "", [WEATHER]),
+    (
+        GEMMA,
+        "<start_function_call>call:weather{city:<escape>Zürich<escape>,days:2}<end_function_call>",
+        "",
+        [WEATHER],
+    ),
     (
         GEMMA,
         "Yes." + GEMMA4 % ("weather", 'city:<|"|>Zürich<|"|>,days:2') + GEMMA4 % ("time", ""),
@@ -51,9 +66,15 @@ ANSWERS: list[tuple[ToolStyle, str, str, list[Call]]] = [
     ),
     (
         GEMMA,
-        GEMMA4 % ("f", 'a:[<|"|>x, y: {z}<|"|>,-1.5e3],b-c:{d:true,e:null},t:<|"|>say "hi"\n\\<|"|>'),
+        GEMMA4
+        % ("f", 'a:[<|"|>x, y: {z}<|"|>,-1.5e3],b-c:{d:true,e:null},t:<|"|>say "hi"\n\\<|"|>'),
         "",
-        [Call("f", {"a": ["x, y: {z}", -1500.0], "b-c": {"d": True, "e": None}, "t": 'say "hi"\n\\'})],
+        [
+            Call(
+                "f",
+                {"a": ["x, y: {z}", -1500.0], "b-c": {"d": True, "e": None}, "t": 'say "hi"\n\\'},
+            )
+        ],
     ),
     (GEMMA, GEMMA4 % ("f", '<|"|>a b<|"|>:1'), "", [Call("f", {"a b": 1})]),
     (GEMMA, "<|tool_call>call:time{}", "", [TIME]),
@@ -91,7 +112,10 @@ def test_what_is_no_call_stays_in_the_text(style: ToolStyle, text: str) -> None:
     [
         ("{% if tools %}<tools>..</tools> within <tool_call></tool_call>{% endif %}", HERMES),
         ("{% if tools %}<tool_call>\n<function=example>{% endif %}", None),  # Qwen 3 Coder's XML
-        ('{{ \'Environment: ipython\' }} Respond in the format {"name": .., "parameters": ..}', LLAMA3),
+        (
+            '{{ \'Environment: ipython\' }} Respond in the format {"name": .., "parameters": ..}',
+            LLAMA3,
+        ),
         ("{{ '<|python_tag|>' + call }}", LLAMA3),
         ("{{ '<start_function_call>call:' + name }}", GEMMA),
         ("{{ '<|tool_call>call:' + name }}", GEMMA),
@@ -110,7 +134,9 @@ def test_special_tokens_of_an_answer_are_written_out() -> None:
     assert answer_text(tokenizer, ids) == "<user>ab"
 
 
-def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", *, at: list[float] | None = None) -> str:
+def weather(
+    city: str, days: int = 1, unit: Literal["C", "F"] = "C", *, at: list[float] | None = None
+) -> str:
     """Say what the weather
     will be.
 
@@ -134,11 +160,20 @@ def test_a_function_is_a_tool() -> None:
     schema = tool["function"]["parameters"]
     Draft202012Validator.check_schema(schema)
     assert schema["required"] == ["city"]
-    assert schema["properties"]["city"] == {"type": "string", "description": "The city, such as Rome: its name."}
+    assert schema["properties"]["city"] == {
+        "type": "string",
+        "description": "The city, such as Rome: its name.",
+    }
     check = Draft202012Validator(schema).is_valid
     assert check({"city": "Rome"}) and check({"city": "Rome", "days": 2, "unit": "F", "at": [1.5]})
     assert check({"city": "Rome", "at": None})
-    for wrong in ({}, {"city": 1}, {"city": "x", "days": "2"}, {"city": "x", "unit": "K"}, {"city": "x", "more": 1}):
+    for wrong in (
+        {},
+        {"city": 1},
+        {"city": "x", "days": "2"},
+        {"city": "x", "unit": "K"},
+        {"city": "x", "more": 1},
+    ):
         assert not check(wrong)
     assert json.loads(json.dumps(tool)) == tool
 

@@ -20,7 +20,8 @@ def prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mistral", "gemma2"))]
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mistral", "gemma2"))],
 )
 def test_greedy_answers_are_those_of_transformers(family: str) -> None:
     given = prompts(23)
@@ -28,19 +29,29 @@ def test_greedy_answers_are_those_of_transformers(family: str) -> None:
     expected = []
     for prompt in given:
         out = hf.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MOST, do_sample=False,
-            eos_token_id=list(STOP), pad_token_id=0,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=MOST,
+            do_sample=False,
+            eos_token_id=list(STOP),
+            pad_token_id=0,
+        )
         expected.append(out[0, len(prompt) :].tolist())
     backbone = build(hf, None, 64).backbone
     for slots in (1, 4, 64):
         found = dict(Decoding(backbone, given, STOP, [MOST] * len(given), slots=slots))
         assert [found[i] for i in range(len(given))] == expected, f"{slots} slots"
-    assert len({len(answer) for answer in expected}) > 3, "answers that end at different lengths were compared"
+    assert len({len(answer) for answer in expected}) > 3, (
+        "answers that end at different lengths were compared"
+    )
 
 
-def test_cuda_has_as_many_slots_as_half_of_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No machine of the tests has CUDA: the count alone is tested, which only asks the device for its memory."""
+def test_cuda_has_as_many_slots_as_half_of_its_free_memory_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No machine of the tests has CUDA: the count alone is tested, which only asks the device for
+    its memory.
+    """
     backbone = build(tiny_model("llama").eval(), None, 64).backbone
     batch = Decoding(backbone, [[1, 2]] * 2000, STOP, [MOST] * 2000)
     assert batch.slots == SLOTS

@@ -19,7 +19,11 @@ GAMMA = 3
 
 
 OWN = {"msa_layers": 0, "adapter_rank": 0, "draft_layers": 1}
-KINDS = {"shared": (Mode.SHARED, {}), "lossless": (Mode.LOSSLESS, {}), "draft layers": (Mode.LOSSLESS, OWN)}
+KINDS = {
+    "shared": (Mode.SHARED, {}),
+    "lossless": (Mode.LOSSLESS, {}),
+    "draft layers": (Mode.LOSSLESS, OWN),
+}
 
 
 def tiny_model(mode: Mode = Mode.SHARED, **sizes: int) -> StreamModel:
@@ -37,7 +41,11 @@ def tiny_model(mode: Mode = Mode.SHARED, **sizes: int) -> StreamModel:
         max_position_embeddings=256,
     )
     hf = LlamaForCausalLM(config).eval()
-    model = build(hf, StreamConfig(mode=mode, gamma=GAMMA, **{"msa_layers": 2, "adapter_rank": 4, **sizes}), 128)
+    model = build(
+        hf,
+        StreamConfig(mode=mode, gamma=GAMMA, **{"msa_layers": 2, "adapter_rank": 4, **sizes}),
+        128,
+    )
     assert model.streams is not None
     if model.own is not None:
         for linear in (model.own.fuse, model.own.embed):
@@ -99,19 +107,27 @@ def test_loss_equals_the_sum_over_nodes_of_equation_5(
             causal = additive((at[0][:, None] >= at[0][None])[None, None], backbone.mask_value)
             nothing: list[list] = [[] for _ in range(3)]
             rope = backbone.rope(at)
-            middle, _ = backbone.run(0, model.first_msa, backbone.embed(ids, at), rope, {None: causal}, nothing)
+            middle, _ = backbone.run(
+                0, model.first_msa, backbone.embed(ids, at), rope, {None: causal}, nothing
+            )
             final, kv = backbone.run(model.first_msa, 3, middle, rope, {None: causal}, nothing)
             losses[0].append(cross_entropy(backbone.head(final[:, -1]), tokens[row, t + 1][None]))
             weighted[0].append(losses[0][-1])
             reach = 1.0
             everything = {None: torch.zeros(1, 1, GAMMA, t + 1)}
             chosen = model.chosen(tokens[row : row + 1, t + 1 : t + 2], at[:, -1:] + 1)
-            s = model.stream_pass(middle[:, -1:], chosen, at[:, -1:], everything, [[], *([pair] for pair in kv)])
+            s = model.stream_pass(
+                middle[:, -1:], chosen, at[:, -1:], everything, [[], *([pair] for pair in kv)]
+            )
             for j in range(GAMMA):
                 if t + 2 + j < int(lengths[row]):
-                    before = backbone.embed(tokens[row : row + 1, t + 1 + j], torch.tensor([t + 1 + j]))
+                    before = backbone.embed(
+                        tokens[row : row + 1, t + 1 + j], torch.tensor([t + 1 + j])
+                    )
                     assert model.streams is not None
-                    logits = model.draft_logits(model.streams.after(backbone.finish(s[:, j]), before))
+                    logits = model.draft_logits(
+                        model.streams.after(backbone.finish(s[:, j]), before)
+                    )
                     losses[j + 1].append(cross_entropy(logits, tokens[row, t + 2 + j][None]))
                     taught = -(own[row, t + 1 + j] * torch.log_softmax(logits[0], -1)).sum()
                     learned = (1 - soft) * losses[j + 1][-1] + soft * taught
@@ -132,20 +148,27 @@ def test_loss_of_draft_layers_is_the_sum_over_nodes_of_drafts_after_right_tokens
     tokens, prompts, lengths = batch()
     weights = LossWeights(0.0, 1.0, by_reach, soft)
     total, per_stream = StreamingLoss(model, weights, nodes=8)(tokens, prompts, lengths)
-    backbone, losses, weighted = model.backbone, [[] for _ in range(GAMMA)], [[] for _ in range(GAMMA)]
+    backbone = model.backbone
+    losses = [[] for _ in range(GAMMA)]
+    weighted = [[] for _ in range(GAMMA)]
     with torch.no_grad():
         final = StreamingLoss(model, weights).run_main(tokens)[1]
         own = torch.softmax(backbone.head(final), -1)
         for row in range(2):
             for t in range(int(prompts[row]) - 1, int(lengths[row]) - 1):
                 at = torch.arange(t + 1, dtype=torch.int32)[None]
-                causal = {None: additive((at[0][:, None] >= at[0][None])[None, None], backbone.mask_value)}
+                causal = {
+                    None: additive((at[0][:, None] >= at[0][None])[None, None], backbone.mask_value)
+                }
                 past = [(torch.zeros(1, 2, 0, 8), torch.zeros(1, 2, 0, 8)) for _ in backbone.layers]
-                h, read, _ = model.run_main_layers(backbone.embed(tokens[row : row + 1, : t + 1], at), at, causal, past)
+                h, read, _ = model.run_main_layers(
+                    backbone.embed(tokens[row : row + 1, : t + 1], at), at, causal, past
+                )
                 states = model.states(read)
                 _, rows = model.run_top_layers(h, states, at, causal, past)
                 runs = [*past[:3], *rows]
-                state, reach = states[:, -1:], 1.0
+                state = states[:, -1:]
+                reach = 1.0
                 for j in range(GAMMA):
                     if t + 2 + j >= int(lengths[row]):
                         break
@@ -159,12 +182,16 @@ def test_loss_of_draft_layers_is_the_sum_over_nodes_of_drafts_after_right_tokens
                     logits = model.draft_logits(model.finish(state))[0]
                     losses[j].append(cross_entropy(logits, tokens[row, t + 2 + j][None]))
                     taught = -(own[row, t + 1 + j] * torch.log_softmax(logits[0], -1)).sum()
-                    weighted[j].append((torch.lerp(losses[j][-1], taught, soft)) * (reach if by_reach else 1.0))
+                    weighted[j].append(
+                        (torch.lerp(losses[j][-1], taught, soft)) * (reach if by_reach else 1.0)
+                    )
                     reach *= float(torch.softmax(logits[0], -1)[tokens[row, t + 2 + j]])
     torch.testing.assert_close(
         per_stream[1:], torch.stack([torch.stack(x).mean() for x in losses]), rtol=1e-4, atol=1e-5
     )
-    torch.testing.assert_close(total, sum(torch.stack(x).mean() for x in weighted), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        total, sum(torch.stack(x).mean() for x in weighted), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +204,9 @@ def test_segments_change_neither_loss_nor_gradients(kind: str) -> None:
         total, _ = StreamingLoss(model, weights, nodes)(*batch())
         total.backward()
         assert model.streams is not None
-        grads.append({n: p.grad for n, p in model.streams.named_parameters()} | {"loss": total.detach()})
+        grads.append(
+            {n: p.grad for n, p in model.streams.named_parameters()} | {"loss": total.detach()}
+        )
     assert grads[0].keys() == grads[1].keys()
     for name, value in grads[0].items():
         torch.testing.assert_close(value, grads[1][name], rtol=1e-4, atol=1e-6, msg=name)
@@ -189,7 +218,11 @@ def test_lossless_training_keeps_no_graph_of_main_rows(sizes: dict[str, int]) ->
     own = freeze_base(model)
     total, _ = StreamingLoss(model, LossWeights(0.0, 1.0))(*batch())
     total.backward()
-    assert all(p.grad is None for n, p in model.backbone.named_parameters() if "adapter" not in n and p not in own)
+    assert all(
+        p.grad is None
+        for n, p in model.backbone.named_parameters()
+        if "adapter" not in n and p not in own
+    )
     assert all(p.grad is not None for p in own)
     assert model.streams is not None and model.streams.identifiers.grad is not None
 
@@ -231,7 +264,9 @@ def test_peak_memory_of_streams_is_that_of_one_segment() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            StreamingLoss(model, LossWeights(0.0, 1.0), nodes)(tokens, torch.tensor([4]), torch.tensor([100]))
+            StreamingLoss(model, LossWeights(0.0, 1.0), nodes)(
+                tokens, torch.tensor([4]), torch.tensor([100])
+            )
         return total
 
     assert saved_bytes(8) < saved_bytes(128) / 8

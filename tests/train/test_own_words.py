@@ -1,4 +1,6 @@
-"""What a model writes for its own training: stored once, resumed, deduplicated, and the same for a seed."""
+"""What a model writes for its own training: stored once, resumed, deduplicated, and the same for a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,17 @@ def writer(asked: list[Key]):
 
 
 def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path) -> None:
-    folder, asked = tmp_path / UNFINISHED, list[Key]()
+    folder = tmp_path / UNFINISHED
+    asked = list[Key]()
     barrier = threading.Barrier(2)
-    both = [Place(torch.device("cpu"), rank, world=2, bf16=False, state=Alone(barrier.wait)) for rank in (0, 1)]
+    both = [
+        Place(torch.device("cpu"), rank, world=2, bf16=False, state=Alone(barrier.wait))
+        for rank in (0, 1)
+    ]
     with ThreadPoolExecutor(2) as pool:
-        one, found = pool.map(lambda place: written(job(tmp_path, place), KEYS, writer(asked), "answers"), both)
+        one, found = pool.map(
+            lambda place: written(job(tmp_path, place), KEYS, writer(asked), "answers"), both
+        )
     assert one == found
     assert sorted(asked, key=str) == sorted(set(KEYS), key=str)
     assert sorted(p.name for p in folder.iterdir()) == ["answers.0.jsonl", "answers.1.jsonl"]
@@ -66,7 +74,12 @@ def test_processes_share_the_work_and_every_answer_is_stored_once(tmp_path: Path
 
 def test_what_a_kill_left_is_used(tmp_path: Path) -> None:
     (tmp_path / UNFINISHED).mkdir()
-    lines = _line((3,), [9]) + _line((4,), [8]).replace("8", "7", 1) + '\xff{"of": 7}\n[]\n' + _line((1, 2), [5])[:-9]
+    lines = (
+        _line((3,), [9])
+        + _line((4,), [8]).replace("8", "7", 1)
+        + '\xff{"of": 7}\n[]\n'
+        + _line((1, 2), [5])[:-9]
+    )
     (tmp_path / UNFINISHED / "answers.0.jsonl").write_text(lines, "latin-1")
     asked = list[Key]()
     found = written(job(tmp_path), KEYS, writer(asked), "answers")
@@ -75,7 +88,14 @@ def test_what_a_kill_left_is_used(tmp_path: Path) -> None:
 
 
 def test_prompts_that_go_in_circles_or_come_twice_are_dropped() -> None:
-    texts = ["What is it?", "what is  it", "no no no no no no", "Hi", "a b \ufffd", " Name a river in Peru. "]
+    texts = [
+        "What is it?",
+        "what is  it",
+        "no no no no no no",
+        "Hi",
+        "a b \ufffd",
+        " Name a river in Peru. ",
+    ]
     assert distinct(texts) == ["What is it?", "Name a river in Peru."]
 
 
@@ -90,10 +110,26 @@ def test_a_draft_vocabulary_is_of_what_is_said() -> None:
 def test_a_model_prompts_itself(base: Path, tmp_path: Path, instruction: str) -> None:  # noqa: F811
     found = []
     for name, extra in (("first", []), ("again", ["--lr", "1e-3"])):
-        arguments = command(base, Path("unused"), tmp_path / name, "--mode", "lossless", "--self-prompt", "12")[3:]
+        arguments = command(
+            base, Path("unused"), tmp_path / name, "--mode", "lossless", "--self-prompt", "12"
+        )[3:]
         at = arguments.index("--data")
         del arguments[at : at + 2]
-        assert main([*arguments, "--steps", "2", "--answer-tokens", "9", "--instruction", instruction, *extra]) == 0
+        assert (
+            main(
+                [
+                    *arguments,
+                    "--steps",
+                    "2",
+                    "--answer-tokens",
+                    "9",
+                    "--instruction",
+                    instruction,
+                    *extra,
+                ]
+            )
+            == 0
+        )
         found.append((tmp_path / name / FILE).read_text())
     assert found[0] == found[1], "the seed decides"
     rows = read_examples(tmp_path / "first" / FILE)
@@ -107,12 +143,18 @@ def test_the_opening_is_the_templates_own(base: Path, tmp_path: Path) -> None:  
     assert [*ids, *tokenizer.encode("b"), end] == tokenizer.prompt_ids("b", instruction="a")[:-1]
     for file in base.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] + ' . ' }}{% endfor %}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] + ' . ' }}{% endfor %}"
+    )
     with pytest.raises(ConfigError, match="does not end a user's turn"):
         open_tokenizer(tmp_path).user_opening()
 
 
-def test_data_or_own_prompts(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_data_or_own_prompts(
+    base: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = command(base, tmp_path / "x.jsonl", tmp_path / "out", "--self-prompt", "4")[3:]
     assert main(arguments) == 2
     assert "either --data" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Two processes are one with twice the batch: the same losses, the same weights, one set of answers."""
+"""Two processes are one with twice the batch: the same losses, the same weights, one set of
+answers.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +48,35 @@ def launch(processes: int, arguments: list[str]) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", ["lossless", pytest.param("shared", marks=pytest.mark.slow)])
-def test_two_processes_are_one_with_twice_the_batch(base: Path, data: Path, tmp_path: Path, mode: str) -> None:  # noqa: F811
+def test_two_processes_are_one_with_twice_the_batch(
+    base: Path,  # noqa: F811
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    mode: str,
+) -> None:
     """26 rows in batches of 8, so that the last one is short."""
     for name, processes, batch in (("one", 1, 8), ("two", 2, 4)):
-        arguments = command(base, data, tmp_path / name, "--mode", mode, "--self-distill", "--steps", str(STEPS))[3:]
+        arguments = command(
+            base, data, tmp_path / name, "--mode", mode, "--self-distill", "--steps", str(STEPS)
+        )[3:]
         arguments += ["--batch-size", str(batch), "--draft-vocabulary", "24"]
         if processes == 1:
             assert main(arguments) == 0
         else:
             launch(processes, arguments)
-    one, two = (json.loads((tmp_path / name / "streams.json").read_text())["training"] for name in ("one", "two"))
+    one, two = (
+        json.loads((tmp_path / name / "streams.json").read_text())["training"]
+        for name in ("one", "two")
+    )
     assert one["final_loss"] == pytest.approx(two["final_loss"], abs=1e-4)
     if mode == "shared":
-        return  # Adam divides gradients by their size: where LoRA's are almost nothing, rounding decides
-    expected, found = (load_file(tmp_path / name / "streams.safetensors") for name in ("one", "two"))
+        # Adam divides gradients by their size: where LoRA's are almost nothing, rounding decides
+        return
+    expected, found = (
+        load_file(tmp_path / name / "streams.safetensors") for name in ("one", "two")
+    )
     assert expected.keys() == found.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].float(), value.float(), rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            found[name].float(), value.float(), rtol=1e-3, atol=1e-4, msg=name
+        )

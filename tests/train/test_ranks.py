@@ -42,7 +42,9 @@ def test_simulation_equals_decoding(tree: Tree, kind: dict[str, int]) -> None:
     samples = []
     with torch.no_grad():
         for seed in range(6):
-            prompt = torch.randint(0, 61, (5 + seed,), generator=torch.Generator().manual_seed(seed)).tolist()
+            prompt = torch.randint(
+                0, 61, (5 + seed,), generator=torch.Generator().manual_seed(seed)
+            ).tolist()
             result = reference.speculative(prompt, 40)
             assert result.tokens == reference.plain(prompt, 40).tokens
             emitted += sum(result.steps)

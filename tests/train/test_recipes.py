@@ -29,7 +29,8 @@ from tests.model.literal import Literal
 from tests.once import made_once
 
 RECIPES = {"paper": ["--init-rank", "3", "--adapter-rank", "5"], "paper-v1": ["--lora-rank", "4"]}
-GAMMA, MSA = 3, 2
+GAMMA = 3
+MSA = 2
 ALPHAS = {"paper": (0.0, 1.0), "paper-v1": (1.0, 0.1)}  # the second paper's appendix M
 ROWS = [("a b c", "d e f g h"), ("x", "y z a"), ("m n", "o p q r s t u")]
 SEQUENCES = [([7, 21, 3, 44, 9], 2), ([5, 8, 13, 2, 30, 6, 17, 40], 3)]
@@ -42,24 +43,49 @@ def base() -> Path:
 
 def data() -> Path:
     def write(out: Path) -> None:
-        out.write_text("\n".join(json.dumps({"prompt": p, "completion": c}) for p, c in ROWS) + "\n")
+        out.write_text(
+            "\n".join(json.dumps({"prompt": p, "completion": c}) for p, c in ROWS) + "\n"
+        )
 
     return made_once("recipes/data.jsonl", write)
 
 
 def command(recipe: str, out: Path, *extra: str) -> list[str]:
     return [
-        "train", "--model", str(base()), "--data", str(data()), "--app", "app", "--out", str(out), "--recipe", recipe,
-        "--gamma", str(GAMMA), "--msa-layers", str(MSA), "--steps", "8", "--lr", "3e-2", "--precision", "fp32",
-        "--threads", "1", "--quiet", *extra,
-    ]  # fmt: skip
+        "train",
+        "--model",
+        str(base()),
+        "--data",
+        str(data()),
+        "--app",
+        "app",
+        "--out",
+        str(out),
+        "--recipe",
+        recipe,
+        "--gamma",
+        str(GAMMA),
+        "--msa-layers",
+        str(MSA),
+        "--steps",
+        "8",
+        "--lr",
+        "3e-2",
+        "--precision",
+        "fp32",
+        "--threads",
+        "1",
+        "--quiet",
+        *extra,
+    ]
 
 
 def trained(recipe: str) -> Path:
     """An adapter of the recipe; ``weights``: the LossWeights that it was trained with."""
 
     def train(out: Path) -> None:
-        optimize, seen = trainer.optimize, list[LossWeights]()
+        optimize = trainer.optimize
+        seen = list[LossWeights]()
 
         def noting(job: Any, loss: StreamingLoss, order: Any, fresh: bool) -> list[list[float]]:
             seen.append(loss.weights)
@@ -75,7 +101,9 @@ def trained(recipe: str) -> Path:
 
 def tuned_weights(adapter: Path) -> dict[str, Tensor]:
     """The base's weights, with W + alpha / r B A where there is a LoRA."""
-    weights = {name: value.double() for name, value in load_file(base() / "model.safetensors").items()}
+    weights = {
+        name: value.double() for name, value in load_file(base() / "model.safetensors").items()
+    }
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     if (adapter / "adapter_config.json").is_file():
         scale = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"] / 4
@@ -92,13 +120,20 @@ def tuned_weights(adapter: Path) -> dict[str, Tensor]:
 def test_a_recipe_trains_what_the_paper_has_and_nothing_else(recipe: str) -> None:
     streams = load_file(trained(recipe) / "adapter" / "streams.safetensors")
     expected = {"identifiers": (GAMMA, 128)}
-    if recipe == "paper":  # f = UV of rank η, and in each MSA layer an adapter of rank R_s where the MLP was
+    if (
+        recipe == "paper"
+    ):  # f = UV of rank η, and in each MSA layer an adapter of rank R_s where the MLP was
         expected |= {"f.down.weight": (3, 128), "f.up.weight": (128, 3)}
         for layer in range(LAYERS - MSA, LAYERS):
-            expected |= {f"adapters.{layer}-mlp.down.weight": (5, 128), f"adapters.{layer}-mlp.up.weight": (128, 5)}
+            expected |= {
+                f"adapters.{layer}-mlp.down.weight": (5, 128),
+                f"adapters.{layer}-mlp.up.weight": (128, 5),
+            }
     assert {name: tuple(value.shape) for name, value in streams.items()} == expected
     assert all(value.abs().max() > 0 for value in streams.values())
-    assert (trained(recipe) / "adapter" / "adapter_model.safetensors").is_file() == (recipe == "paper-v1")
+    assert (trained(recipe) / "adapter" / "adapter_model.safetensors").is_file() == (
+        recipe == "paper-v1"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -108,7 +143,12 @@ def test_the_loss_of_a_recipe_is_the_sum_of_the_papers(recipe: str) -> None:
     adapter = trained(recipe) / "adapter"
     config = read_settings(adapter).streams
     model = load(base(), adapter, 64).model
-    literal = Literal(model.backbone.config, tuned_weights(adapter), config, load_file(adapter / "streams.safetensors"))
+    literal = Literal(
+        model.backbone.config,
+        tuned_weights(adapter),
+        config,
+        load_file(adapter / "streams.safetensors"),
+    )
     main_weight, stream_weight = ALPHAS[recipe]
     wanted = 0.0
     for tokens, prompt in SEQUENCES:
@@ -118,11 +158,14 @@ def test_the_loss_of_a_recipe_is_the_sum_of_the_papers(recipe: str) -> None:
             wanted -= main_weight * float(logits.log_softmax(-1)[answer[t - 1]])
             for j in range(1, GAMMA + 1):
                 if t + j <= len(answer):
-                    wanted -= stream_weight * float(streams[j - 1].log_softmax(-1)[answer[t + j - 1]])
+                    wanted -= stream_weight * float(
+                        streams[j - 1].log_softmax(-1)[answer[t + j - 1]]
+                    )
 
     width = max(len(tokens) for tokens, _ in SEQUENCES)
     batch = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in SEQUENCES])
-    prompts, lengths = torch.tensor([p for _, p in SEQUENCES]), torch.tensor([len(s) for s, _ in SEQUENCES])
+    prompts = torch.tensor([p for _, p in SEQUENCES])
+    lengths = torch.tensor([len(s) for s, _ in SEQUENCES])
     weights = LossWeights(**torch.load(trained(recipe) / "weights"))
     total, _ = StreamingLoss(model, weights)(batch, prompts, lengths)
     assert float(total) == pytest.approx(wanted, rel=1e-4)
@@ -130,9 +173,28 @@ def test_the_loss_of_a_recipe_is_the_sum_of_the_papers(recipe: str) -> None:
 
 @pytest.mark.wide
 def test_the_export_of_a_recipe_runs_the_papers_step(tmp_path: Path) -> None:
-    """Verify and draft in one pass; speculative decoding equals plain decoding, whichever node a step ends at."""
-    options = ["--context", "64", "--chunk", "8", "--tree", "[[0],[1],[0,0],[0,0,0]]", "--quant", "fp32", "--quiet"]
-    models = ["--model", str(base()), "--adapter", f"app={trained('paper') / 'adapter'}", "--target", "onnx"]
+    """Verify and draft in one pass; speculative decoding equals plain decoding, whichever node a
+    step ends at.
+    """
+    options = [
+        "--context",
+        "64",
+        "--chunk",
+        "8",
+        "--tree",
+        "[[0],[1],[0,0],[0,0,0]]",
+        "--quant",
+        "fp32",
+        "--quiet",
+    ]
+    models = [
+        "--model",
+        str(base()),
+        "--adapter",
+        f"app={trained('paper') / 'adapter'}",
+        "--target",
+        "onnx",
+    ]
     assert main(["export", *models, *options, "--out", str(tmp_path / "bundle")]) == 0
     bundle = Bundle.open(tmp_path / "bundle")
     assert bundle.manifest.schedule is Schedule.FUSED
@@ -141,14 +203,20 @@ def test_the_export_of_a_recipe_runs_the_papers_step(tmp_path: Path) -> None:
     prompts = [tokens for tokens, _ in SEQUENCES]
     result = compare_modes(engine, shown, Asked(prompts, (), 24, Precision.FP32, lambda *_: None))
     engine.close()
-    assert result.nodes_ended == set(range(5)) and Comparison.faults(result) == [] and result.differences == []
+    assert (
+        result.nodes_ended == set(range(5))
+        and Comparison.faults(result) == []
+        and result.differences == []
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_papers_schedule_is_a_default(recipe: str, tmp_path: Path) -> None:
     for given, planned in ((None, Schedule.FUSED), (Schedule.DEFERRED, Schedule.DEFERRED)):
         adapters = (("app", trained(recipe) / "adapter"),)
-        options = ExportOptions(str(base()), "onnx", Quant.FP32, tmp_path / "x", adapters, schedule=given)
+        options = ExportOptions(
+            str(base()), "onnx", Quant.FP32, tmp_path / "x", adapters, schedule=given
+        )
         assert make_plan(options, export_target("onnx").exporter(options)).schedule is planned
 
 
@@ -162,7 +230,11 @@ def test_the_papers_schedule_is_a_default(recipe: str, tmp_path: Path) -> None:
         ("paper-v1", "--by-reach", "--by-reach True: --recipe paper-v1 has False"),
         ("paper-v1", "--draft-vocabulary 32", "--draft-vocabulary 32: --recipe paper-v1 has 0"),
         ("paper-v1", "--msa-layers 0", "--msa-layers 0: --recipe paper-v1 has streams"),
-        ("paper-v1", "--objective next-token", "--recipe has no effect: next-token training has no streams"),
+        (
+            "paper-v1",
+            "--objective next-token",
+            "--recipe has no effect: next-token training has no streams",
+        ),
     ],
 )
 def test_what_a_paper_does_not_have_is_refused(

@@ -1,4 +1,6 @@
-"""A training run: it learns, it goes on after kill -9 as if nothing had happened, and it refuses wrong input."""
+"""A training run: it learns, it goes on after kill -9 as if nothing had happened, and it refuses
+wrong input.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     )
     (folder / "chat_template.jinja").write_text(template)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "pad_token": "<pad>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<end>", "pad_token": "<pad>"})
+    )
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=1, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -59,7 +71,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "train.jsonl"
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     rows = [
-        {"prompt": alphabet[i], "completion": " ".join(alphabet[(i + d) % 26] for d in range(1, 9))} for i in range(26)
+        {"prompt": alphabet[i], "completion": " ".join(alphabet[(i + d) % 26] for d in range(1, 9))}
+        for i in range(26)
     ]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return file
@@ -67,10 +80,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(base: Path, data: Path, out: Path, *extra: str) -> list[str]:
     return [
-        sys.executable, "-m", "ssdevice", "train", "--model", str(base), "--data", str(data), "--app", "abc",
-        "--out", str(out), *(() if "next-token" in extra else ("--msa-layers", "2")), "--batch-size", "8",
-        "--lr", "1e-2", "--precision", "fp32", "--threads", "1", *extra,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "ssdevice",
+        "train",
+        "--model",
+        str(base),
+        "--data",
+        str(data),
+        "--app",
+        "abc",
+        "--out",
+        str(out),
+        *(() if "next-token" in extra else ("--msa-layers", "2")),
+        "--batch-size",
+        "8",
+        "--lr",
+        "1e-2",
+        "--precision",
+        "fp32",
+        "--threads",
+        "1",
+        *extra,
+    ]
 
 
 def test_order_of_batches_is_fixed_by_seed_and_position() -> None:
@@ -92,16 +124,27 @@ def test_a_system_message_is_part_of_the_prompt(base: Path) -> None:
     assert samples[0].ids[: samples[0].prompt] != tuple(tokenizer.prompt_ids("b"))
 
 
-def test_training_learns_to_draft(base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_learns_to_draft(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = command(base, data, tmp_path / "abc", "--steps", "200", "--dev", str(data))
     assert main(arguments[3:]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["tokens_per_step"]["chain:4"] > 2.5, "plain decoding is 1.0, untrained streams 1.0 to 1.1"
+    assert result["tokens_per_step"]["chain:4"] > 2.5, (
+        "plain decoding is 1.0, untrained streams 1.0 to 1.1"
+    )
     names = {p.name for p in (tmp_path / "abc").iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "streams.json", "streams.safetensors"}
+    assert names == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "streams.json",
+        "streams.safetensors",
+    }
     lora = json.loads((tmp_path / "abc" / "adapter_config.json").read_text("utf-8"))
     assert lora["base_model_name_or_path"] == base.name  # not where it lies on this machine
-    assert len({p.stat().st_mode for p in (tmp_path / "abc").iterdir()}) == 1, "who reads one file reads all"
+    assert len({p.stat().st_mode for p in (tmp_path / "abc").iterdir()}) == 1, (
+        "who reads one file reads all"
+    )
 
 
 @pytest.mark.wide
@@ -128,9 +171,13 @@ def test_killed_run_goes_on_to_the_same_weights(
     assert main(command(base, data, out, *options, "--seed", "1")[3:]) == 2
     assert "unfinished run with other options" in capsys.readouterr().err
     assert main(command(base, data, out, *options)[3:]) == 0
-    expected, found = (load_file(tmp_path / name / "streams.safetensors") for name in ("whole", "killed"))
+    expected, found = (
+        load_file(tmp_path / name / "streams.safetensors") for name in ("whole", "killed")
+    )
     for name, value in expected.items():
-        rounding = 2.0**-10 if value.dtype == torch.float16 else 1e-5  # a last bit may fall on the other side
+        rounding = (
+            2.0**-10 if value.dtype == torch.float16 else 1e-5
+        )  # a last bit may fall on the other side
         torch.testing.assert_close(found[name], value, rtol=rounding, atol=1e-6, msg=name)
 
 
@@ -147,7 +194,12 @@ def test_killed_run_goes_on_to_the_same_weights(
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    base: Path, data: Path, tmp_path: Path, change: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    change: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*command(base, data, tmp_path / "x", "--steps", "1")[3:], *change]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -164,41 +216,63 @@ def test_an_existing_folder_is_not_overwritten(
 
 
 @pytest.mark.wide
-def test_training_goes_on_from_an_adapter_on_its_own_completions(base: Path, data: Path, tmp_path: Path) -> None:
-    """A LoRA made by PEFT gets streams; what it says itself is what they learn, so little of its answers changes."""
+def test_training_goes_on_from_an_adapter_on_its_own_completions(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    """A LoRA made by PEFT gets streams; what it says itself is what they learn, so little of its
+    answers changes.
+    """
     first = command(base, data, tmp_path / "lora", "--steps", "80", "--objective", "next-token")
     assert main(first[3:]) == 0
     more = ("--init", str(tmp_path / "lora"), "--self-distill", "--steps", "20", "--lr", "1e-3")
     assert main(command(base, data, tmp_path / "streams", *more)[3:]) == 0
-    before, after = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("lora", "streams"))
+    before, after = (
+        load_file(tmp_path / n / "adapter_model.safetensors") for n in ("lora", "streams")
+    )
     assert before.keys() == after.keys()
     drift = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert 0 < drift < 0.5, "it went on from there"
     distilled = json.loads((tmp_path / "streams" / "streams.json").read_text())["training"]
-    assert distilled["self_distill"] and distilled["final_loss"][0] < 0.2, "its own words are no news to it"
+    assert distilled["self_distill"] and distilled["final_loss"][0] < 0.2, (
+        "its own words are no news to it"
+    )
 
 
 @pytest.mark.wide
-def test_lossless_streams_over_a_lora_keep_its_answers(base: Path, data: Path, tmp_path: Path) -> None:
-    """The adapter holds the LoRA as it was; main rows compute the tuned model, with the streams or without."""
-    tuned, both = tmp_path / "lora", tmp_path / "both"
+def test_lossless_streams_over_a_lora_keep_its_answers(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    """The adapter holds the LoRA as it was; main rows compute the tuned model, with the streams or
+    without.
+    """
+    tuned = tmp_path / "lora"
+    both = tmp_path / "both"
     assert main(command(base, data, tuned, "--steps", "40", "--objective", "next-token")[3:]) == 0
     more = ("--init", str(tuned), "--mode", "lossless", "--self-distill", "--steps", "300")
     assert main(command(base, data, both, *more)[3:]) == 0
     assert (both / PEFT_WEIGHTS).read_bytes() == (tuned / PEFT_WEIGHTS).read_bytes()
     losses = json.loads((both / "streams.json").read_text())["training"]["final_loss"]
-    assert losses[0] == 0 and losses[1] < 1, "only streams were trained, on what the tuned model says"
+    assert losses[0] == 0 and losses[1] < 1, (
+        "only streams were trained, on what the tuned model says"
+    )
     alone, lossless = (load(base, folder, 32).model for folder in (tuned, both))
     assert torch.equal(main_logits(alone, [2, 5, 1, 3]), main_logits(lossless, [2, 5, 1, 3]))
 
 
-def test_an_adapter_keeps_its_tokenizer_when_streams_are_added(base: Path, data: Path, tmp_path: Path) -> None:
-    """What its LoRA was trained with is what the streams are trained with, and what an export finds."""
-    tuned, both = tmp_path / "lora", tmp_path / "both"
+def test_an_adapter_keeps_its_tokenizer_when_streams_are_added(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    """What its LoRA was trained with is what the streams are trained with, and what an export
+    finds.
+    """
+    tuned = tmp_path / "lora"
+    both = tmp_path / "both"
     assert main(command(base, data, tuned, "--steps", "1", "--objective", "next-token")[3:]) == 0
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tuned / name).write_bytes((base / name).read_bytes())
-    template = (base / "chat_template.jinja").read_text().replace("'<' + m['role'] + '>'", "'<user>a'")
+    template = (
+        (base / "chat_template.jinja").read_text().replace("'<' + m['role'] + '>'", "'<user>a'")
+    )
     (tuned / "chat_template.jinja").write_text(template)
     seen: list[list[int]] = []
 
@@ -208,14 +282,23 @@ def test_an_adapter_keeps_its_tokenizer_when_streams_are_added(base: Path, data:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples, "tokenize", tokenized)
-        assert main(command(base, data, both, "--init", str(tuned), "--mode", "lossless", "--steps", "1")[3:]) == 0
+        assert (
+            main(
+                command(
+                    base, data, both, "--init", str(tuned), "--mode", "lossless", "--steps", "1"
+                )[3:]
+            )
+            == 0
+        )
     assert seen == [open_tokenizer(tuned).prompt_ids("b")] != [open_tokenizer(base).prompt_ids("b")]
     assert tokenizer_folder(base, both) == both
     assert open_tokenizer(base, both).prompt_ids("b") == seen[0]
 
 
 @pytest.mark.wide
-def test_trained_streams_can_learn_to_see_more_tokens(base: Path, data: Path, tmp_path: Path) -> None:
+def test_trained_streams_can_learn_to_see_more_tokens(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
     """The terms begin as zero, so they draft as before until these are trained; then they help."""
     common = ("--mode", "lossless", "--adapter-rank", "2", "--token-rank", "0")
     assert main(command(base, data, tmp_path / "one", "--steps", "40", *common)[3:]) == 0
@@ -223,38 +306,72 @@ def test_trained_streams_can_learn_to_see_more_tokens(base: Path, data: Path, tm
     for name, extra in (("without", ()), ("with", ("--token-rank", "4", "--follow-rank", "3"))):
         more = ("--init", str(tmp_path / "one"), "--mode", "lossless", "--steps", "60", *extra)
         assert main(command(base, data, tmp_path / name, *more)[3:]) == 0
-        losses.append(json.loads((tmp_path / name / "streams.json").read_text())["training"]["final_loss"][1])
-    assert {"token.up.weight", "follow.up.weight"} < load_file(tmp_path / "with" / "streams.safetensors").keys()
+        losses.append(
+            json.loads((tmp_path / name / "streams.json").read_text())["training"]["final_loss"][1]
+        )
+    assert {"token.up.weight", "follow.up.weight"} < load_file(
+        tmp_path / "with" / "streams.safetensors"
+    ).keys()
     assert losses[1] < losses[0]
 
 
 def test_streams_can_learn_while_the_answers_stay(base: Path, data: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert main(command(base, data, one, "--steps", "40")[3:]) == 0
-    more = ("--init", str(one), "--freeze-lora", "--follow-rank", "3", "--self-distill", "--steps", "60")
+    more = (
+        "--init",
+        str(one),
+        "--freeze-lora",
+        "--follow-rank",
+        "3",
+        "--self-distill",
+        "--steps",
+        "60",
+    )
     assert main(command(base, data, two, *more)[3:]) == 0
     assert (two / PEFT_WEIGHTS).read_bytes() == (one / PEFT_WEIGHTS).read_bytes()
     before, after = (load_file(folder / "streams.safetensors") for folder in (one, two))
-    assert not torch.equal(before["identifiers"], after["identifiers"]) and after["follow.up.weight"].abs().sum() > 0
-    assert json.loads((two / "streams.json").read_text())["training"]["final_loss"][0] == 0, "main rows ran once"
+    assert (
+        not torch.equal(before["identifiers"], after["identifiers"])
+        and after["follow.up.weight"].abs().sum() > 0
+    )
+    assert json.loads((two / "streams.json").read_text())["training"]["final_loss"][0] == 0, (
+        "main rows ran once"
+    )
 
 
 def test_a_damaged_checkpoint_is_refused(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Wherever a byte is another: also in the weights, where torch would read it without complaint."""
     again = command(base, data, tmp_path / "x", "--steps", "2", "--quiet")[3:]
     with monkeypatch.context() as patched:
-        patched.setattr("ssdevice.train.trainer._save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            "ssdevice.train.trainer._save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         assert main(again) == 130
     file = tmp_path / "x" / ".training" / "checkpoint.pt"
     whole = file.read_bytes()
-    for content in (*(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, 999, len(whole) // 2)), b""):
+    for content in (
+        *(
+            whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+            for at in (0, 999, len(whole) // 2)
+        ),
+        b"",
+    ):
         file.write_bytes(content)
         capsys.readouterr()
         assert main(again) == 2
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"{file} is damaged; delete {file.parent} to start over" in said
+        assert (
+            said.count("\n") == 1
+            and f"{file} is damaged; delete {file.parent} to start over" in said
+        )
     file.write_bytes(whole)
     (file.parent / "run").write_bytes(b"\xff")
     assert main(again) == 2 and "unfinished run with other options" in capsys.readouterr().err
@@ -263,16 +380,33 @@ def test_a_damaged_checkpoint_is_refused(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--objective next-token --gamma 2", "--gamma has no effect: next-token training has no streams"),
-        ("--objective next-token --soft-labels 0.5", "--soft-labels has no effect: next-token training has no streams"),
+        (
+            "--objective next-token --gamma 2",
+            "--gamma has no effect: next-token training has no streams",
+        ),
+        (
+            "--objective next-token --soft-labels 0.5",
+            "--soft-labels has no effect: next-token training has no streams",
+        ),
         ("--mode lossless --lora-rank 4", "--lora-rank has no effect: in lossless mode"),
-        ("--adapter-rank 4", "--adapter-rank has no effect: streams have adapters in lossless mode"),
+        (
+            "--adapter-rank 4",
+            "--adapter-rank has no effect: streams have adapters in lossless mode",
+        ),
         ("--stream-mlp adapter", "--stream-mlp has no effect"),
-        ("--answer-tokens 5", "--answer-tokens has no effect: it goes with --self-distill or --self-prompt"),
+        (
+            "--answer-tokens 5",
+            "--answer-tokens has no effect: it goes with --self-distill or --self-prompt",
+        ),
     ],
 )
 def test_an_option_without_an_effect_is_refused(
-    base: Path, data: Path, tmp_path: Path, given: str, message: str, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    given: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(command(base, data, tmp_path / "x", *given.split())[3:]) == 2
     said = capsys.readouterr().err
@@ -288,10 +422,17 @@ def test_an_option_without_an_effect_is_refused(
     ],
 )
 def test_an_adapter_to_go_on_from_must_fit(
-    base: Path, data: Path, tmp_path: Path, extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    extra: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(command(base, data, tmp_path / "one", "--steps", "1")[3:]) == 0
-    again = command(base, data, tmp_path / "two", "--init", str(tmp_path / "one"), "--steps", "1", *extra)
+    again = command(
+        base, data, tmp_path / "two", "--init", str(tmp_path / "one"), "--steps", "1", *extra
+    )
     assert main(again[3:]) == 2
     assert message in capsys.readouterr().err
 
@@ -304,18 +445,49 @@ def test_an_adapter_to_go_on_from_must_fit(
         ("optimization._backward", KeyboardInterrupt(), 130, "ssdevice: interrupted", False),
         ("trainer._save", KeyboardInterrupt(), 130, "the same command goes on", True),
         ("trainer.evaluate", KeyboardInterrupt(), 130, "the same command goes on", True),
-        ("checkpoint.os.fsync", OSError(28, "No space left on device"), 1, "the disk is full", False),
-        ("trainer.write_streams", RuntimeError("I/O error: No space left on device"), 1, "the disk is full", True),
+        (
+            "checkpoint.os.fsync",
+            OSError(28, "No space left on device"),
+            1,
+            "the disk is full",
+            False,
+        ),
+        (
+            "trainer.write_streams",
+            RuntimeError("I/O error: No space left on device"),
+            1,
+            "the disk is full",
+            True,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_failure_is_a_line_and_the_same_command_goes_on(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    place: str, error: BaseException, code: int, message: str, kept: bool,
-) -> None:  # fmt: skip
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    error: BaseException,
+    code: int,
+    message: str,
+    kept: bool,
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    again = command(base, data, tmp_path / "x", "--steps", "2", "--dev", str(data), "--quiet", "--max-length", "24")
+    again = command(
+        base,
+        data,
+        tmp_path / "x",
+        "--steps",
+        "2",
+        "--dev",
+        str(data),
+        "--quiet",
+        "--max-length",
+        "24",
+    )
     with monkeypatch.context() as patched:
         patched.setattr(f"ssdevice.train.{place}", fail)
         assert main(again[3:]) == code

@@ -1,4 +1,6 @@
-"""Where streams start: the least squares of the rows they stand for, and attention that leaves out other nodes."""
+"""Where streams start: the least squares of the rows they stand for, and attention that leaves out
+other nodes.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,17 @@ from tests.train.test_loss import GAMMA, tiny_model
 
 def samples(count: int, seed: int) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
-    return [Sample(tuple(torch.randint(0, 61, (40,), generator=generator).tolist()), 4) for _ in range(count)]
+    return [
+        Sample(tuple(torch.randint(0, 61, (40,), generator=generator).tolist()), 4)
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(("rank", "init_rank"), [(3, 0), (200, 0), (200, 5)])
 def test_streams_start_where_least_squares_puts_them(rank: int, init_rank: int) -> None:
-    """At full rank this is torch.linalg.lstsq's solution; at a smaller one it explains less, and the mean stays."""
+    """At full rank this is torch.linalg.lstsq's solution; at a smaller one it explains less, and
+    the mean stays.
+    """
     model = tiny_model(Mode.LOSSLESS, token_rank=rank, init_rank=init_rank)
     assert model.streams is not None
     loss = StreamingLoss(model, LossWeights(0.0, 1.0))
@@ -30,17 +37,23 @@ def test_streams_start_where_least_squares_puts_them(rank: int, init_rank: int) 
         torch.nn.init.normal_(model.streams.f.up.weight, std=0.3)
         f = (model.streams.f.up.weight @ model.streams.f.down.weight).detach()
     moments = Moments(model)
-    x, y = [], []
+    x = []
+    y = []
     for group in pieces(samples(60, 1), 400):
         batch = collate(group, 0)
         with torch.no_grad():
             middle, _, _ = loss.run_main(batch.tokens)
         moments.add(batch, middle)
         for row, at in ((r, a) for r in range(len(group)) for a in range(3, 40 - GAMMA)):
-            chosen = model.backbone.embed(batch.tokens[row : row + 1, at + 1 : at + 2], torch.tensor([[at + 1]]))[0, 0]
+            chosen = model.backbone.embed(
+                batch.tokens[row : row + 1, at + 1 : at + 2], torch.tensor([[at + 1]])
+            )[0, 0]
             x.append(torch.cat([middle[row, at], chosen, torch.ones(1)]))
-            y.append(torch.cat([middle[row, at + j] - f @ middle[row, at] for j in range(1, GAMMA + 1)]))
-    inputs, wanted = torch.stack(x).double(), torch.stack(y).double()
+            y.append(
+                torch.cat([middle[row, at + j] - f @ middle[row, at] for j in range(1, GAMMA + 1)])
+            )
+    inputs = torch.stack(x).double()
+    wanted = torch.stack(y).double()
     assert moments.nodes == len(x)
     explained = moments.fit()
 
@@ -55,13 +68,21 @@ def test_streams_start_where_least_squares_puts_them(rank: int, init_rank: int) 
     measured = 1 - float(((wanted - got.detach()).square().mean(0) / spread).mean())
     possible = 1 - float(((wanted - best).square().mean(0) / spread).mean())
     assert measured == pytest.approx(explained, abs=2e-3)
-    assert measured == pytest.approx(possible, abs=2e-3) if rank == 200 else 0 < measured < possible - 0.05
+    assert (
+        measured == pytest.approx(possible, abs=2e-3)
+        if rank == 200
+        else 0 < measured < possible - 0.05
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_attention_by_node_is_attention(softcap: float | None) -> None:
     torch.manual_seed(2)
-    past, nodes, kv_heads, groups, dim = 7, 5, 2, 3, 8
+    past = 7
+    nodes = 5
+    kv_heads = 2
+    groups = 3
+    dim = 8
     rows = nodes * GAMMA
     keys = [torch.randn(2, kv_heads, n, dim) for n in (past, rows)]
     values = [torch.randn(2, kv_heads, n, dim) for n in (past, rows)]

@@ -1,6 +1,8 @@
-"""Test vectors of sampling for hosts in every language: numbers of the noise, and the tokens of whole answers.
+"""Test vectors of sampling for hosts in every language: numbers of the noise, and the tokens of
+whole answers.
 
-Logits are not stored. Of row n, token i has, in unsigned integers of 32 bits and then in float64, where all is exact::
+Logits are not stored. Of row n, token i has, in unsigned integers of 32 bits and then in float64,
+where all is exact::
 
     x = (i + 1) * 2654435761 + (n + 1) * 2246822519
     x = (x ^ (x >> 15)) * 2246822519
@@ -9,8 +11,8 @@ Logits are not stored. Of row n, token i has, in unsigned integers of 32 bits an
 
 Step s has row s % 3.
 
-An answer in ``choices`` has ``tokens``, chosen one after another with a ``seed`` (as text: it has 64 bits), and
-``left``, the number of tokens that truncation left each time.
+An answer in ``choices`` has ``tokens``, chosen one after another with a ``seed`` (as text: it has
+64 bits), and ``left``, the number of tokens that truncation left each time.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ from ssdevice.runtime.sampling.noise import gumbel, philox
 from ssdevice.runtime.sampling.options import Processors, Sampling
 
 FILE = Path(__file__).with_name("sampling.json")
-STEPS, STOP = 12, 0
+STEPS = 12
+STOP = 0
 VOCABULARIES = (7, 256, 257, 5000)
 SEEDS = (0, 7, 1 << 32, (1 << 64) - 1)
 MARGIN = 1e-9
-"""No case depends on the last digits of a library's exp or log: it is the same with values changed by this much."""
+"""No case depends on the last digits of a library's exp or log: it is the same with values changed
+by this much.
+"""
 
 SAMPLERS: tuple[Mapping[str, Any], ...] = (
     {"repetition_penalty": 1.3},
@@ -55,11 +60,20 @@ SAMPLERS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.7, "top_k": 50, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.8},
     {"temperature": 0.9, "repetition_penalty": 0.7},
     {"temperature": 0.5, "presence_penalty": 1.5, "frequency_penalty": 0.7},
-    {"temperature": 0.5, "presence_penalty": -0.3, "frequency_penalty": -0.1, "repetition_penalty": 1.1},
+    {
+        "temperature": 0.5,
+        "presence_penalty": -0.3,
+        "frequency_penalty": -0.1,
+        "repetition_penalty": 1.1,
+    },
     {"temperature": 0.6, "logit_bias": {"3": 9.0, "5": -2.5, "6": 7.3}},
     {"temperature": 0.4, "no_repeat_ngram_size": 2},
     {"no_repeat_ngram_size": 3},
-    {"temperature": 0.4, "bad_words": [[6], [1, 2], [2, 5, 1]], "logit_bias": {"1": 6.0, "2": 6.0, "5": 6.0}},
+    {
+        "temperature": 0.4,
+        "bad_words": [[6], [1, 2], [2, 5, 1]],
+        "logit_bias": {"1": 6.0, "2": 6.0, "5": 6.0},
+    },
     {"temperature": 1.0, "suppress": [2, 4], "begin_suppress": [1, 6]},
     {"temperature": 0.7, "min_new_tokens": 6, "logit_bias": {"0": 12.0}},
     {"temperature": 0.7, "min_length": 11, "logit_bias": {"0": 12.0}},
@@ -74,14 +88,21 @@ def record() -> dict[str, Any]:
 
 def text(vectors: Mapping[str, list[Any]]) -> str:
     """JSON with one case a line."""
-    parts = (f'"{name}": [\n' + ",\n".join(map(json.dumps, cases)) + "\n]" for name, cases in vectors.items())
+    parts = (
+        f'"{name}": [\n' + ",\n".join(map(json.dumps, cases)) + "\n]"
+        for name, cases in vectors.items()
+    )
     return "{" + ",\n".join(parts) + "}\n"
 
 
 def row(vocab: int, number: int) -> NDArray[np.float32]:
     """The logits of a row, ``[vocab]``."""
     low = np.uint64(0xFFFFFFFF)
-    x = np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(2654435761) + np.uint64((number + 1) * 2246822519) & low
+    x = (
+        np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(2654435761)
+        + np.uint64((number + 1) * 2246822519)
+        & low
+    )
     x = ((x ^ (x >> np.uint64(15))) * np.uint64(2246822519)) & low
     z = ((x ^ (x >> np.uint64(13))) >> np.uint64(8)).astype(np.float64) / 2**24
     return (16 * z * z - 8).astype(np.float32)
@@ -97,13 +118,21 @@ def sampling_of(case: Mapping[str, Any]) -> Sampling:
     asked = dict(case["sampling"], seed=int(case["seed"]))
     asked["logit_bias"] = {int(token): bias for token, bias in asked.get("logit_bias", {}).items()}
     asked["bad_words"] = tuple(map(tuple, asked.get("bad_words", ())))
-    return Sampling(**{name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()})
+    return Sampling(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in asked.items()
+        }
+    )
 
 
 def answer(case: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Tokens, and how many truncation left each time."""
-    sampling, prompt, vocab = sampling_of(case), case["prompt"], case["vocab"]
-    choose, processors = Chooser(sampling, prompt, [STOP], vocab), Processors(sampling, prompt, [STOP], vocab)
+    sampling = sampling_of(case)
+    prompt = case["prompt"]
+    vocab = case["vocab"]
+    choose = Chooser(sampling, prompt, [STOP], vocab)
+    processors = Processors(sampling, prompt, [STOP], vocab)
     tokens: list[int] = []
     left: list[int] = []
     for step in range(STEPS):
@@ -114,7 +143,9 @@ def answer(case: Mapping[str, Any]) -> tuple[list[int], list[int]]:
             left.append(int(np.isfinite(kept).sum()))
             _check_margin(scores, sampling, left[-1])
             ids = np.arange(vocab) if ids is None else ids
-            total = np.sort(kept.astype(np.float64) + gumbel(sampling.seed, len(prompt) + step, ids, vocab))
+            total = np.sort(
+                kept.astype(np.float64) + gumbel(sampling.seed, len(prompt) + step, ids, vocab)
+            )
             assert len(total) == 1 or total[-1] - total[-2] > MARGIN
         tokens.append(token)
         processors.accept(token)
@@ -124,7 +155,9 @@ def answer(case: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 def _check_margin(scores: NDArray[np.float32], sampling: Sampling, left: int) -> None:
     for change in (1 - MARGIN, 1 + MARGIN):
         moved = {name: getattr(sampling, name) * change for name in ("top_p", "min_p", "typical_p")}
-        other = replace(sampling, **{name: value for name, value in moved.items() if value < 1 - MARGIN})
+        other = replace(
+            sampling, **{name: value for name, value in moved.items() if value < 1 - MARGIN}
+        )
         kept, _ = truncated(scores / np.float32(sampling.temperature), other)
         assert int(np.isfinite(kept).sum()) == left, (sampling, other)
 
@@ -134,7 +167,12 @@ def _choices() -> list[dict[str, Any]]:
     for number, (vocab, sampling) in enumerate(product(VOCABULARIES, SAMPLERS)):
         prompt = [3, 1, 2, 5, 1, 2, vocab - 1][number % 3 :]
         seed = str(SEEDS[number % len(SEEDS)])
-        case: dict[str, Any] = {"vocab": vocab, "sampling": dict(sampling), "seed": seed, "prompt": prompt}
+        case: dict[str, Any] = {
+            "vocab": vocab,
+            "sampling": dict(sampling),
+            "seed": seed,
+            "prompt": prompt,
+        }
         case["stops"] = [STOP]
         case["tokens"], case["left"] = answer(case)
         cases.append(case)
@@ -143,9 +181,19 @@ def _choices() -> list[dict[str, Any]]:
 
 def _philox() -> list[dict[str, Any]]:
     cases = []
-    for number, position, kind, seed in product((0, 1, 191, 0xFFFFFFFF), (0, 77, 1 << 20), (0, 1), SEEDS):
+    for number, position, kind, seed in product(
+        (0, 1, 191, 0xFFFFFFFF), (0, 77, 1 << 20), (0, 1), SEEDS
+    ):
         words = [int(word) for word in philox(number, position, kind, seed)]
-        cases.append({"seed": str(seed), "number": number, "position": position, "kind": kind, "words": words})
+        cases.append(
+            {
+                "seed": str(seed),
+                "number": number,
+                "position": position,
+                "kind": kind,
+                "words": words,
+            }
+        )
     return cases
 
 

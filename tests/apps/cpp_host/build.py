@@ -1,4 +1,6 @@
-"""The C++ host, compiled once a test run with AddressSanitizer and UBSan, which end it with another exit code."""
+"""The C++ host, compiled once a test run with AddressSanitizer and UBSan, which end it with another
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,20 @@ def missing() -> str:
     if COMPILER is None:
         return NO_COMPILER
     given = "#include <nlohmann/json.hpp>"
-    found = subprocess.run([COMPILER, "-E", "-x", "c++", "-"], input=given, capture_output=True, text=True)
-    return "needs nlohmann/json (Debian: apt-get install nlohmann-json3-dev)" if found.returncode else ""
+    found = subprocess.run(
+        [COMPILER, "-E", "-x", "c++", "-"], input=given, capture_output=True, text=True
+    )
+    return (
+        "needs nlohmann/json (Debian: apt-get install nlohmann-json3-dev)"
+        if found.returncode
+        else ""
+    )
 
 
 def package() -> Path:
-    """A folder like that of a release of ONNX Runtime: our stand-in for its header, and the library of the wheel."""
+    """A folder like that of a release of ONNX Runtime: our stand-in for its header, and the library
+    of the wheel.
+    """
 
     def make(out: Path) -> None:
         (out / "include").mkdir(parents=True)
@@ -36,7 +46,12 @@ def package() -> Path:
         header = "onnxruntime_c_api.h"
         (out / "include" / header).symlink_to(Path(__file__).with_name(header))
         library = next(Path(onnxruntime.__file__).with_name("capi").glob("libonnxruntime.*"))
-        for name in {library.name, "libonnxruntime.so", "libonnxruntime.so.1", "libonnxruntime.dylib"}:
+        for name in {
+            library.name,
+            "libonnxruntime.so",
+            "libonnxruntime.so.1",
+            "libonnxruntime.dylib",
+        }:
             (out / "lib" / name).symlink_to(library)
 
     return made_once("cpp_host/package", make)
@@ -46,11 +61,20 @@ def host() -> Path:
     """The compiled host."""
 
     def make(file: Path) -> None:
-        include, lib = package() / "include", package() / "lib"
+        include = package() / "include"
+        lib = package() / "lib"
         generated = file.with_name("generated")
         generated.mkdir(exist_ok=True)
-        (generated / "manifest.schema.inc").write_text(f'R"schema({SCHEMA.read_text("utf-8")})schema"')
-        linked = ["-DSSDEVICE_KERNELS", built("native"), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lonnxruntime"]
+        (generated / "manifest.schema.inc").write_text(
+            f'R"schema({SCHEMA.read_text("utf-8")})schema"'
+        )
+        linked = [
+            "-DSSDEVICE_KERNELS",
+            built("native"),
+            f"-L{lib}",
+            f"-Wl,-rpath,{lib}",
+            "-lonnxruntime",
+        ]
         _compile(file, SOURCES / "host.cpp", "-O0", f"-I{include}", f"-I{generated}", *linked)
 
     return made_once("cpp_host/host", make)
@@ -58,10 +82,20 @@ def host() -> Path:
 
 def vectors() -> Path:
     """The program for test vectors."""
-    source, include = Path(__file__).with_name("vectors.cpp"), package() / "include"
+    source = Path(__file__).with_name("vectors.cpp")
+    include = package() / "include"
     return made_once("cpp_host/vectors", lambda file: _compile(file, source, "-O0", f"-I{include}"))
 
 
 def _compile(file: Path, source: Path, *options: str) -> None:
-    flags = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", *SANITIZED, f"-I{SOURCES}"]
+    flags = [
+        "-std=c++17",
+        "-g1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-ffp-contract=off",
+        *SANITIZED,
+        f"-I{SOURCES}",
+    ]
     subprocess.run([str(COMPILER), *flags, "-o", file, source, *options], check=True)

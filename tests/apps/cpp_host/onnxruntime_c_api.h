@@ -1,5 +1,6 @@
-// What apps/cpp_host/host.cpp needs of ONNX Runtime's C API, to compile it where only the Python package is. An app uses
-// the header of ONNX Runtime's release. The table of functions only ever grows at its end, so positions in it are final.
+// What apps/cpp_host/host.cpp needs of ONNX Runtime's C API, to compile it where only the Python
+// package is. An app uses the header of ONNX Runtime's release. The table of functions only ever
+// grows at its end, so positions in it are final.
 #pragma once
 
 #include <cstddef>
@@ -40,10 +41,11 @@ struct OrtApi {
   const char* (*GetErrorMessage)(const OrtStatus*);
   OrtStatus* (*CreateEnv)(OrtLoggingLevel, const char* name, OrtEnv**);
   void* at_4[3];
-  OrtStatus* (*CreateSession)(const OrtEnv*, const ORTCHAR_T* file, const OrtSessionOptions*, OrtSession**);
+  OrtStatus* (*CreateSession)(const OrtEnv*, const ORTCHAR_T* file, const OrtSessionOptions*,
+                              OrtSession**);
   void* at_8[1];
-  OrtStatus* (*Run)(OrtSession*, const OrtRunOptions*, const char* const* inputs, const OrtValue* const*, size_t,
-                    const char* const* outputs, size_t, OrtValue**);
+  OrtStatus* (*Run)(OrtSession*, const OrtRunOptions*, const char* const* inputs,
+                    const OrtValue* const*, size_t, const char* const* outputs, size_t, OrtValue**);
   OrtStatus* (*CreateSessionOptions)(OrtSessionOptions**);
   void* at_11[13];
   OrtStatus* (*SetIntraOpNumThreads)(OrtSessionOptions*, int);
@@ -57,8 +59,9 @@ struct OrtApi {
   OrtStatus* (*SessionGetInputName)(const OrtSession*, size_t index, OrtAllocator*, char**);
   OrtStatus* (*SessionGetOutputName)(const OrtSession*, size_t index, OrtAllocator*, char**);
   void* at_38[11];
-  OrtStatus* (*CreateTensorWithDataAsOrtValue)(const OrtMemoryInfo*, void* data, size_t bytes, const int64_t* shape,
-                                               size_t rank, ONNXTensorElementDataType, OrtValue**);
+  OrtStatus* (*CreateTensorWithDataAsOrtValue)(const OrtMemoryInfo*, void* data, size_t bytes,
+                                               const int64_t* shape, size_t rank,
+                                               ONNXTensorElementDataType, OrtValue**);
   void* at_50[5];
   OrtStatus* (*CastTypeInfoToTensorInfo)(const OrtTypeInfo*, const OrtTensorTypeAndShapeInfo**);
   void* at_56[4];
@@ -84,7 +87,8 @@ struct OrtApi {
   void* at_101[10];
   OrtStatus* (*SessionGetModelMetadata)(const OrtSession*, OrtModelMetadata**);
   void* at_112[4];
-  OrtStatus* (*ModelMetadataLookupCustomMetadataMap)(const OrtModelMetadata*, OrtAllocator*, const char* key, char** value);
+  OrtStatus* (*ModelMetadataLookupCustomMetadataMap)(const OrtModelMetadata*, OrtAllocator*,
+                                                     const char* key, char** value);
   void* at_117[1];
   void (*ReleaseModelMetadata)(OrtModelMetadata*);
   void* at_119[11];

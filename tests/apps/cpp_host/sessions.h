@@ -6,7 +6,8 @@
 #include "decode.h"
 #include "vectors.h"
 
-// What is left of an answer's calls, and the time. `path`: the nodes that the host must commit, of the last verification.
+// What is left of an answer's calls, and the time. `path`: the nodes that the host must commit, of
+// the last verification.
 struct Recording {
   const Json* calls = nullptr;
   size_t done = 0;
@@ -20,16 +21,20 @@ struct Recording {
 
 template <typename Wanted, typename Found>
 void expect(const std::string& what, const Wanted& wanted, const Found& found) {
-  if (Json(wanted) != Json(found)) throw Error(what + ": expected " + Json(wanted).dump() + ", found " + Json(found).dump());
+  if (Json(wanted) != Json(found))
+    throw Error(what + ": expected " + Json(wanted).dump() + ", found " + Json(found).dump());
 }
 
 class RecordedFunction : public Callable {
  public:
-  RecordedFunction(const Geometry& geometry, Function function, Recording& recording) : geometry_(geometry), function_(std::move(function)), recording_(recording) {
+  RecordedFunction(const Geometry& geometry, Function function, Recording& recording)
+      : geometry_(geometry), function_(std::move(function)), recording_(recording) {
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
       for (const TensorSpec& tensor : *tensors) {
-        if (tensor.type == kInt32) ids[tensor.name].resize(elements(tensor.shape));
-        else if (tensor.name != kRows && tensor.shape[0] != kPast) floats[tensor.name].resize(elements(tensor.shape));
+        if (tensor.type == kInt32)
+          ids[tensor.name].resize(elements(tensor.shape));
+        else if (tensor.name != kRows && tensor.shape[0] != kPast)
+          floats[tensor.name].resize(elements(tensor.shape));
       }
     }
   }
@@ -39,8 +44,11 @@ class RecordedFunction : public Callable {
     expect("function", call.at("function"), function_.name);
     ids["length"][0] = static_cast<int32_t>(length);
     for (const auto& [name, wanted] : call.at("inputs").items()) {
-      if (name == "path") expect("committed nodes before a draft", wanted, committed_);
-      else if (name != "count") expect(function_.name + "'s " + name, wanted, ids.count(name) ? Json(ids[name]) : Json(floats[name]));
+      if (name == "path")
+        expect("committed nodes before a draft", wanted, committed_);
+      else if (name != "count")
+        expect(function_.name + "'s " + name, wanted,
+               ids.count(name) ? Json(ids[name]) : Json(floats[name]));
     }
     for (const auto& [name, value] : call.at("outputs").items()) {
       if (name == "logits") {
@@ -71,10 +79,13 @@ class RecordedEngine : public Engine {
  public:
   Recording recording;
 
-  explicit RecordedEngine(const Json& session) : geometry_(session.at("geometry"), kFloat), session_(session) {}
+  explicit RecordedEngine(const Json& session)
+      : geometry_(session.at("geometry"), kFloat), session_(session) {}
   const Geometry& geometry() const override { return geometry_; }
   bool streams() const override { return session_.at("streams"); }
-  Phrases phrases() const override { return {session_.value("phrases", std::vector<uint32_t>()), geometry_.vocab}; }
+  Phrases phrases() const override {
+    return {session_.value("phrases", std::vector<uint32_t>()), geometry_.vocab};
+  }
   bool has(const std::string& function) const override {
     const Json& has = session_.at("functions");
     return std::find(has.begin(), has.end(), function) != has.end();
@@ -90,8 +101,10 @@ class RecordedEngine : public Engine {
 };
 
 inline void repeat(const Json& session) {
-  const std::map<std::string, Mode> modes{
-      {"plain", Mode::kPlain}, {"plain_step", Mode::kPlainStep}, {"speculative", Mode::kSpeculative}, {"adaptive", Mode::kAdaptive}};
+  const std::map<std::string, Mode> modes{{"plain", Mode::kPlain},
+                                          {"plain_step", Mode::kPlainStep},
+                                          {"speculative", Mode::kSpeculative},
+                                          {"adaptive", Mode::kAdaptive}};
   RecordedEngine engine(session);
   Conversation conversation(engine);
   const auto clock = [&] { return engine.recording.now; };
@@ -109,7 +122,8 @@ inline void repeat(const Json& session) {
     }
     Adaptive& adaptive = conversation.chooser ? choosing : greedily;
     Statistics statistics;
-    const Ids answer = decode(conversation, adaptive, modes.at(given.at("mode")), prompt, stops, given.at("max_tokens"), statistics);
+    const Ids answer = decode(conversation, adaptive, modes.at(given.at("mode")), prompt, stops,
+                              given.at("max_tokens"), statistics);
     Ids wanted;
     for (const Json& run : given.at("runs")) wanted.insert(wanted.end(), run.begin(), run.end());
     expect("tokens", wanted, answer);

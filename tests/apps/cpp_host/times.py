@@ -1,9 +1,11 @@
-"""``python -m tests.apps.cpp_host.times BUNDLE``: the microseconds of a choice of a token, for every option.
+"""``python -m tests.apps.cpp_host.times BUNDLE``: the microseconds of a choice of a token, for
+every option.
 
-``BUNDLE``: SmolLM2-135M-Instruct, exported with ``--choose host``; rows are those of the first tokens of its answers to
-``PROMPTS``. Columns: C++ (``vectors --time``) with AVX-512 and without, Python with the kernels, and Python between two
-calls of the model, which empties the caches; of each the mean and, in parentheses, the median. All but the last one are
-the least of five times for the same row and seed. Everything else should rest meanwhile.
+``BUNDLE``: SmolLM2-135M-Instruct, exported with ``--choose host``; rows are those of the first
+tokens of its answers to ``PROMPTS``. Columns: C++ (``vectors --time``) with AVX-512 and without,
+Python with the kernels, and Python between two calls of the model, which empties the caches; of
+each the mean and, in parentheses, the median. All but the last one are the least of five times for
+the same row and seed. Everything else should rest meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ PROMPTS = (
     "I'm planning to create a promotional campaign for a sustainable fashion brand. Can you help me with a plan?",
     "Can you suggest a reliable social media platform for free that offers discounted plans for college students?",
 )
-TOKENS, POSITIONS, TIMES = 13, 10, 5
+TOKENS = 13
+POSITIONS = 10
+TIMES = 5
 ALL = {"top_k": 50, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9}
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 BIAS = {"logit_bias": {5: 3.0, 77: -3.0}}
@@ -54,8 +58,18 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
 
 def compiled(file: Path, *flags: str) -> Path:
     """The program with the flags of the host's CMake file."""
-    given = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", f"-I{SOURCES}", f"-I{package() / 'include'}"]
-    subprocess.run([str(COMPILER), *given, *flags, "-o", file, Path(__file__).with_name("vectors.cpp")], check=True)
+    given = [
+        "-std=c++17",
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        f"-I{SOURCES}",
+        f"-I{package() / 'include'}",
+    ]
+    subprocess.run(
+        [str(COMPILER), *given, *flags, "-o", file, Path(__file__).with_name("vectors.cpp")],
+        check=True,
+    )
     return file
 
 
@@ -73,7 +87,11 @@ def decoded(session: Session, sampling: Sampling) -> list[float]:
     Chooser.__call__ = timed  # type: ignore[method-assign]
     try:
         for prompt in PROMPTS:
-            list(session.runs(session.prompt_ids(prompt), max_tokens=TOKENS, mode="plain", sampling=sampling))
+            list(
+                session.runs(
+                    session.prompt_ids(prompt), max_tokens=TOKENS, mode="plain", sampling=sampling
+                )
+            )
     finally:
         Chooser.__call__ = choose  # type: ignore[method-assign]
     return times
@@ -105,14 +123,24 @@ def main(bundle: str) -> None:
         return scores
 
     with TemporaryDirectory() as folder, Session.open(bundle) as session:
-        programs = [compiled(Path(folder, "a")), compiled(Path(folder, "b"), "-DSSDEVICE_WITHOUT_VNNI")]
+        programs = [
+            compiled(Path(folder, "a")),
+            compiled(Path(folder, "b"), "-DSSDEVICE_WITHOUT_VNNI"),
+        ]
         decoded(session, Sampling(temperature=1.0, processors=(keep,)))
         file = Path(folder, "rows")
         np.stack(rows).tofile(file)
-        print("| | C++ | without AVX-512 | Python | between calls |\n|---|---|---|---|---|", flush=True)
+        print(
+            "| | C++ | without AVX-512 | Python | between calls |\n|---|---|---|---|---|",
+            flush=True,
+        )
         for options in OPTIONS:
             named = {name: value for name, value in options.items() if name != "logprobs"}
-            asked = {"sampling": named, "seed": "1", **{name: options[name] for name in options if name not in named}}
+            asked = {
+                "sampling": named,
+                "seed": "1",
+                **{name: options[name] for name in options if name not in named},
+            }
             cells = []
             for program in programs:
                 found = subprocess.check_output([program, "--time", file, json.dumps(asked)])

@@ -1,5 +1,6 @@
-// vectors FILE: repeats test vectors (tests/vectors) with the host's headers: choices, or the sessions of sessions.h. Prints what
-// differs, then how many cases there were. `vectors --time ROWS OPTIONS` prints the microseconds of choices instead (times.py).
+// vectors FILE: repeats test vectors (tests/vectors) with the host's headers: choices, or the
+// sessions of sessions.h. Prints what differs, then how many cases there were. `vectors --time ROWS
+// OPTIONS` prints the microseconds of choices instead (times.py).
 
 #include <chrono>
 #include <fstream>
@@ -11,8 +12,9 @@
 
 std::vector<float> logits_of(int64_t vocab, uint32_t step) { return row_of(vocab, step % 3); }
 
-// The microseconds of choices from 49,152 logits, in JSON: for rows of float32 in a file, ten positions of each, the least of five times.
-// Log-probabilities are computed first where they are asked for.
+// The microseconds of choices from 49,152 logits, in JSON: for rows of float32 in a file, ten
+// positions of each, the least of five times. Log-probabilities are computed first where they are
+// asked for.
 Json times_of_choices(const char* file, const Json& asked) {
   constexpr int64_t kVocab = 49152, kPositions = 10, kTimes = 5;
   std::ifstream stream(file, std::ios::binary);
@@ -27,16 +29,20 @@ Json times_of_choices(const char* file, const Json& asked) {
     for (size_t n = 0; n < times.size(); ++n) {
       std::memcpy(row.data(), bytes.data() + n * kVocab * 4 % bytes.size(), kVocab * 4);
       const auto start = std::chrono::steady_clock::now();
-      if (asked.contains("logprobs")) log_probabilities.log_total(row.data(), kVocab, likely.data(), asked.at("logprobs"));
+      if (asked.contains("logprobs"))
+        log_probabilities.log_total(row.data(), kVocab, likely.data(), asked.at("logprobs"));
       choose(row.data());
-      times[n] = std::min(times[n], std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+      times[n] = std::min(times[n], std::chrono::duration<double, std::micro>(
+                                        std::chrono::steady_clock::now() - start)
+                                        .count());
     }
   }
   return times;
 }
 
 int main(int argc, char** argv) try {
-  if (argc == 4 && argv[1] == std::string("--time")) return std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n', 0;
+  if (argc == 4 && argv[1] == std::string("--time"))
+    return std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n', 0;
   std::ifstream stream(argv[1]);
   const Json vectors = Json::parse(stream);
   if (vectors.contains("sessions")) {
@@ -50,12 +56,14 @@ int main(int argc, char** argv) try {
     if (!right) ++wrong, std::cout << given.dump() << '\n';
   };
   for (const Json& given : vectors.at("philox")) {
-    const auto words = philox(given.at("number"), given.at("position"), given.at("kind"), std::stoull(given.at("seed").get<std::string>()));
+    const auto words = philox(given.at("number"), given.at("position"), given.at("kind"),
+                              std::stoull(given.at("seed").get<std::string>()));
     expect(Json(words) == given.at("words"), given);
   }
   for (const Json& given : vectors.at("noise")) {
     Noise noise;
-    noise.at(std::stoull(given.at("seed").get<std::string>()), given.at("position"), given.at("ids").back().get<int64_t>() + 1);
+    noise.at(std::stoull(given.at("seed").get<std::string>()), given.at("position"),
+             given.at("ids").back().get<int64_t>() + 1);
     for (size_t i = 0; i < given.at("ids").size(); ++i) {
       const double wanted = given.at("noise")[i], found = noise.of(given.at("ids")[i]);
       expect(std::abs(found - wanted) <= 1e-14 * std::max(1.0, std::abs(wanted)), given);
@@ -66,7 +74,8 @@ int main(int argc, char** argv) try {
   }
   for (const Json& given : vectors.at("choices")) {
     const Sampling sampling = sampling_of(given);
-    Chooser choose(sampling, given.at("prompt").get<Ids>(), given.at("stops").get<Ids>(), given.at("vocab"));
+    Chooser choose(sampling, given.at("prompt").get<Ids>(), given.at("stops").get<Ids>(),
+                   given.at("vocab"));
     Ids tokens;
     std::vector<int64_t> left;
     for (uint32_t step = 0; step < given.at("tokens").size(); ++step) {

@@ -24,19 +24,40 @@ TRANSFORMERS = (
 )
 """What transformers.js loads, below its ``node_modules``."""
 PLAIN = "plain"
-COLUMNS = ("", "tokens/s", "quartiles", "TTFT ms", "tokens/step", "speculative over it", "tokens of plain")
+COLUMNS = (
+    "",
+    "tokens/s",
+    "quartiles",
+    "TTFT ms",
+    "tokens/step",
+    "speculative over it",
+    "tokens of plain",
+)
 
 Json = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.apps.web_demo.compare", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.apps.web_demo.compare", description=__doc__
+    )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="its default app is measured")
-    add("peers", type=Path, metavar="DIR", help="folder with a folder for each model, as transformers.js wants them")
+    add(
+        "peers",
+        type=Path,
+        metavar="DIR",
+        help="folder with a folder for each model, as transformers.js wants them",
+    )
     add("models", nargs="+", metavar="FOLDER:DTYPE", help="such as smollm2:q8")
     add("--data", type=Path, required=True, metavar="FILE", help="JSONL with prompts")
-    add("--transformers", type=Path, required=True, metavar="DIR", help="node_modules with @huggingface/transformers")
+    add(
+        "--transformers",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="node_modules with @huggingface/transformers",
+    )
     add("--limit", type=int, default=8, metavar="N", help="prompts (default 8)")
     add("--rounds", type=int, default=2, metavar="N", help="(default 2)")
     add("--max-tokens", type=int, default=80, metavar="N", help="(default 80)")
@@ -45,10 +66,14 @@ def main() -> None:
     arms = [{"name": mode, "worker": "/worker.js", "mode": mode} for mode in (PLAIN, SPECULATIVE)]
     for model in args.models:
         folder, _, dtype = model.partition(":")
-        arms.append({"name": model, "worker": f"/peer.js?model={folder}&dtype={dtype}", "mode": PLAIN})
+        arms.append(
+            {"name": model, "worker": f"/peer.js?model={folder}&dtype={dtype}", "mode": PLAIN}
+        )
     work = {
         "arms": arms,
-        "prompts": [each.prompt for each in read_examples(args.data, args.limit, require_completion=False)],
+        "prompts": [
+            each.prompt for each in read_examples(args.data, args.limit, require_completion=False)
+        ],
         "rounds": args.rounds,
         "max_tokens": args.max_tokens,
         "app": bundle.manifest.default_app,
@@ -63,24 +88,48 @@ def main() -> None:
 def site(bundle: Bundle, packages: Path, peers: Path) -> Site:
     """The page, transformers.js and its models under one address."""
     library = {f"transformers/{Path(name).name}": packages / name for name in TRANSFORMERS}
-    models = {f"peers/{file.relative_to(peers).as_posix()}": file for file in peers.rglob("*") if file.is_file()}
+    models = {
+        f"peers/{file.relative_to(peers).as_posix()}": file
+        for file in peers.rglob("*")
+        if file.is_file()
+    }
     return {**web.site(bundle), "peer.js": host.HERE / "peer.js", **library, **models}
 
 
 def table(answers: Sequence[Json]) -> str:
-    """A line for each arm. Speeds are compared by the time of a token, because answers may differ."""
+    """A line for each arm.
+
+    Speeds are compared by the time of a token, because answers may differ.
+    """
     arms: dict[str, list[Json]] = {}
     for answer in answers:
         arms.setdefault(answer["arm"], []).append(answer)
-    times = {arm: [each["seconds"] / (len(each["tokens"]) - 1) for each in own] for arm, own in arms.items()}
+    times = {
+        arm: [each["seconds"] / (len(each["tokens"]) - 1) for each in own]
+        for arm, own in arms.items()
+    }
     lines = [" | ".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
     for arm, own in arms.items():
-        speed, first = spread([1 / time for time in times[arm]]), spread([each["first"] * 1000 for each in own])
-        cells = [arm, f"{speed.median:.1f}", f"{speed.q1:.1f}..{speed.q3:.1f}", f"{first.median:.0f}"]
-        cells.append(f"{sum(len(each['tokens']) - 1 for each in own) / sum(each['steps'] for each in own):.2f}")
+        speed = spread([1 / time for time in times[arm]])
+        first = spread([each["first"] * 1000 for each in own])
+        cells = [
+            arm,
+            f"{speed.median:.1f}",
+            f"{speed.q1:.1f}..{speed.q3:.1f}",
+            f"{first.median:.0f}",
+        ]
+        cells.append(
+            f"{sum(len(each['tokens']) - 1 for each in own) / sum(each['steps'] for each in own):.2f}"
+        )
         ratio = speedup(times[arm], times[SPECULATIVE])
-        cells.append(f"{ratio.estimate:.2f}x ({ratio.low:.2f}..{ratio.high:.2f})" if arm != SPECULATIVE else "")
-        same = sum(mine["tokens"] == plain["tokens"] for mine, plain in zip(own, arms[PLAIN], strict=True))
+        cells.append(
+            f"{ratio.estimate:.2f}x ({ratio.low:.2f}..{ratio.high:.2f})"
+            if arm != SPECULATIVE
+            else ""
+        )
+        same = sum(
+            mine["tokens"] == plain["tokens"] for mine, plain in zip(own, arms[PLAIN], strict=True)
+        )
         lines.append(" | ".join([*cells, f"{same} of {len(own)}"]))
     return "\n".join(f"| {line} |" for line in lines)
 

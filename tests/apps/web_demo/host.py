@@ -31,17 +31,24 @@ def script(name: str, *arguments: object, given: str = "") -> subprocess.Complet
     """What a script here says."""
     needs_packages()
     command = ["node", str(HERE / name), str(TREE), str(PACKAGES), *map(str, arguments)]
-    return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, check=False, timeout=600
+    )
 
 
 def lines(values: Iterable[Any]) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def framed(bundle: Bundle, app: str, prompts: Sequence[str], max_tokens: int) -> list[dict[str, Any]]:
+def framed(
+    bundle: Bundle, app: str, prompts: Sequence[str], max_tokens: int
+) -> list[dict[str, Any]]:
     """Requests to ``decode.mjs`` as the page makes them."""
     instruction = bundle.app(app).instruction
-    return [{"app": app, "prompt": user_content(instruction, prompt), "max_tokens": max_tokens} for prompt in prompts]
+    return [
+        {"app": app, "prompt": user_content(instruction, prompt), "max_tokens": max_tokens}
+        for prompt in prompts
+    ]
 
 
 def decoded(folder: Path, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,10 @@ APPS = {"sql": "sql-shared", "e2e": "e2e-shared"}
 
 @cache
 def bundle() -> Bundle:
-    """Both apps in INT8; adapters stand apart, so apps are switched in place. The host may choose tokens."""
+    """Both apps in INT8; adapters stand apart, so apps are switched in place.
+
+    The host may choose tokens.
+    """
 
     def export(out: Path) -> None:
         from ssdevice.export.plan import ExportOptions, Quant
@@ -26,7 +29,12 @@ def bundle() -> Bundle:
 
         adapters = tuple((name, MODELS / "adapters" / folder) for name, folder in APPS.items())
         options = ExportOptions(
-            model=str(MODELS / "base-7m"), target="onnx", quant=Quant.INT8, out=out, adapters=adapters, choose=True
+            model=str(MODELS / "base-7m"),
+            target="onnx",
+            quant=Quant.INT8,
+            out=out,
+            adapters=adapters,
+            choose=True,
         )
         export_bundle(options, lambda *_: None)
 
@@ -36,9 +44,15 @@ def bundle() -> Bundle:
 def prompts(app: str) -> list[str]:
     """Thirty prompts of the kind that an app was trained for; the base has those of ``sql``."""
     if app == "e2e":
-        parts = product(("Aromi", "The Eagle", "Zizzi"), ("Italian", "English"), ("cheap", "high"), ("yes", "no", None))
+        parts = product(
+            ("Aromi", "The Eagle", "Zizzi"),
+            ("Italian", "English"),
+            ("cheap", "high"),
+            ("yes", "no", None),
+        )
         texts = [
-            f"name[{name}], food[{food}], priceRange[{price}]" + (f", familyFriendly[{family}]" if family else "")
+            f"name[{name}], food[{food}], priceRange[{price}]"
+            + (f", familyFriendly[{family}]" if family else "")
             for name, food, price, family in parts
         ]
         return texts[:30]

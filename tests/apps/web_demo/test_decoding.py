@@ -1,4 +1,6 @@
-"""The page's modules in Node: the tokens, texts and tensors of Python, and nothing of a damaged bundle."""
+"""The page's modules in Node: the tokens, texts and tensors of Python, and nothing of a damaged
+bundle.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ NEAR_TIE = 0.18
 
 
 def expected(session: Session, ids: list[int], mode: str, max_tokens: int) -> list[int]:
-    return [token for run in session.runs(ids, max_tokens=max_tokens, mode=mode) for token in run.tokens]
+    return [
+        token for run in session.runs(ids, max_tokens=max_tokens, mode=mode) for token in run.tokens
+    ]
 
 
 @pytest.mark.parametrize(("quant", "dtype"), [("fp32", CacheDtype.FP32), ("int8", CacheDtype.FP16)])
@@ -56,9 +60,15 @@ def test_the_loop_gives_the_tokens_of_a_session(quant: str, dtype: CacheDtype) -
     bundle = tiny.tiny_bundle(quant)
     assert bundle.manifest.cache_dtype is dtype
     with Session.open(bundle, threads=1) as session:
-        prompts = [session.prompt_ids(text) for text in ("hello", "a prompt of more than two chunks")]
+        prompts = [
+            session.prompt_ids(text) for text in ("hello", "a prompt of more than two chunks")
+        ]
         # The last of these sizes fills the context.
-        requests = [{"app": tiny.APP, "ids": ids, "max_tokens": most} for ids in prompts for most in (1, 2, 3, 1000)]
+        requests = [
+            {"app": tiny.APP, "ids": ids, "max_tokens": most}
+            for ids in prompts
+            for most in (1, 2, 3, 1000)
+        ]
         for request, said in zip(requests, host.decoded(bundle.folder, requests), strict=True):
             for mode in ("plain", "plain_step", "adaptive", "speculative"):
                 assert said[mode] == expected(session, request["ids"], mode, request["max_tokens"])
@@ -69,9 +79,14 @@ def test_the_loop_gives_the_tokens_of_a_session(quant: str, dtype: CacheDtype) -
 @pytest.mark.parametrize(("beyond", "steps"), [(False, 1), (True, 2)])
 def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, steps: int) -> None:
     bundle, prompt, answer = tiny.bundle_with_a_phrase(tmp_path / "bundle", beyond=beyond)
-    requests = [{"app": "base", "ids": ids, "max_tokens": most} for ids, most in ((prompt, 3), ([1, 2, 3, 4] * 4, 60))]
+    requests = [
+        {"app": "base", "ids": ids, "max_tokens": most}
+        for ids, most in ((prompt, 3), ([1, 2, 3, 4] * 4, 60))
+    ]
     short, long = host.decoded(bundle.folder, requests)
-    assert short["plain"] == short["adaptive"] == answer and short["adaptive_speed"]["steps"] == steps
+    assert (
+        short["plain"] == short["adaptive"] == answer and short["adaptive_speed"]["steps"] == steps
+    )
     with Session.open(bundle, options=EngineOptions(threads=1, kernels=False)) as session:
         for mode in ("plain", "plain_step", "adaptive", "speculative"):
             assert long[mode] == expected(session, requests[1]["ids"], mode, 60)
@@ -79,22 +94,36 @@ def test_a_phrase_that_the_model_says_is_drafted(tmp_path: Path, beyond: bool, s
 
 @pytest.mark.parametrize("size", [12, 8 << LARGEST])
 def test_a_table_of_phrases_that_is_none_is_refused(tmp_path: Path, size: int) -> None:
-    bundle = tiny.with_phrases(tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(size))
+    bundle = tiny.with_phrases(
+        tiny.tiny_bundle("int8", streams=False, repeats=4), tmp_path / "bundle", bytes(size)
+    )
     request = {"app": "base", "ids": [9], "max_tokens": 2}
     done = host.script("decode.mjs", bundle.folder, given=host.lines([request]))
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{size} bytes are no table of phrases\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1,
+        "",
+        f"{size} bytes are no table of phrases\n",
+    )
 
 
 SAMPLERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8},
     {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.2},
-    {"temperature": 0.7, "top_k": 5, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {
+        "temperature": 0.7,
+        "top_k": 5,
+        "min_p": 0.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
     {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
 )
 
 
 def test_sampled_answers_are_those_of_a_session() -> None:
-    """The tokens of plain and of speculative decoding, which agree; greedy ones in between come from other graphs."""
+    """The tokens of plain and of speculative decoding, which agree; greedy ones in between come
+    from other graphs.
+    """
     bundle = tiny.tiny_bundle("fp32", choose=True)
     with Session.open(bundle, threads=1) as session:
         prompts = [session.prompt_ids(text) for text in ("5", "a prompt of more than two chunks")]
@@ -108,7 +137,9 @@ def test_sampled_answers_are_those_of_a_session() -> None:
             asked = request.get("sampling")
             sampling = asked and Sampling(**asked, seed=int(request["seed"]))
             for mode in ("plain", "adaptive", "speculative"):
-                runs = session.runs(request["ids"], max_tokens=request["max_tokens"], mode=mode, sampling=sampling)
+                runs = session.runs(
+                    request["ids"], max_tokens=request["max_tokens"], mode=mode, sampling=sampling
+                )
                 assert said[mode] == [token for run in runs for token in run.tokens], request
 
 
@@ -128,9 +159,19 @@ def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(tmp_path: 
     bundle = tiny.tiny_bundle("fp32", choose=True)
     folder = shutil.copytree(bundle.folder, tmp_path / "bundle")
     document = json.loads((folder / "manifest.json").read_text("utf-8"))
-    document["sampling"] = {"do_sample": True, "top_k": 5, "repetition_penalty": 1.4, "suppress": [7], "min_p": None}
+    document["sampling"] = {
+        "do_sample": True,
+        "top_k": 5,
+        "repetition_penalty": 1.4,
+        "suppress": [7],
+        "min_p": None,
+    }
     (folder / "manifest.json").write_text(json.dumps(document), "utf-8")
-    cases: tuple[dict[str, Any], ...] = ({"seed": 1}, {"temperature": 0.6, "seed": 2}, {"top_k": 0, "seed": 3})
+    cases: tuple[dict[str, Any], ...] = (
+        {"seed": 1},
+        {"temperature": 0.6, "seed": 2},
+        {"top_k": 0, "seed": 3},
+    )
     requests = [
         {
             "app": tiny.APP,
@@ -144,8 +185,12 @@ def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(tmp_path: 
     ]
     with Session.open(folder, threads=1) as session:
         for asked, said in zip(cases, host.decoded(folder, requests), strict=True):
-            runs = session.runs([9, 8], max_tokens=20, mode="plain", sampling=session.sampling(**asked))
-            assert said["plain"] == said["adaptive"] == [token for run in runs for token in run.tokens], asked
+            runs = session.runs(
+                [9, 8], max_tokens=20, mode="plain", sampling=session.sampling(**asked)
+            )
+            assert (
+                said["plain"] == said["adaptive"] == [token for run in runs for token in run.tokens]
+            ), asked
 
 
 def test_fields_that_a_manifest_leaves_out_change_nothing(tmp_path: Path) -> None:
@@ -171,12 +216,20 @@ def test_fields_that_a_manifest_leaves_out_change_nothing(tmp_path: Path) -> Non
 def test_what_cannot_be_sampled_is_refused(sampling: dict[str, Any], message: str) -> None:
     asked = {"temperature": 1, **sampling}
     request = {"app": tiny.APP, "ids": [9], "max_tokens": 2, "sampling": asked, "seed": "0"}
-    done = host.script("decode.mjs", tiny.tiny_bundle("fp32", choose=True).folder, given=host.lines([request]))
+    done = host.script(
+        "decode.mjs", tiny.tiny_bundle("fp32", choose=True).folder, given=host.lines([request])
+    )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{message}\n")
 
 
 def test_a_bundle_that_chooses_in_its_graphs_refuses_sampling() -> None:
-    request = {"app": tiny.APP, "ids": [9], "max_tokens": 2, "sampling": {"temperature": 1}, "seed": "0"}
+    request = {
+        "app": tiny.APP,
+        "ids": [9],
+        "max_tokens": 2,
+        "sampling": {"temperature": 1},
+        "seed": "0",
+    }
     done = host.script("decode.mjs", tiny.tiny_bundle("fp32").folder, given=host.lines([request]))
     message = "the bundle chooses tokens greedily; to sample, export it with --choose host\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
@@ -185,9 +238,14 @@ def test_a_bundle_that_chooses_in_its_graphs_refuses_sampling() -> None:
 @pytest.mark.parametrize("role", ["tokenizer", "weights", "step"])
 def test_a_damaged_file_is_refused(tmp_path: Path, role: str) -> None:
     folder = host.damaged(tiny.tiny_bundle("fp32"), tmp_path / "bundle", role)
-    done = host.script("decode.mjs", folder, given=host.lines([{"app": tiny.APP, "ids": [9], "max_tokens": 2}]))
+    done = host.script(
+        "decode.mjs", folder, given=host.lines([{"app": tiny.APP, "ids": [9], "max_tokens": 2}])
+    )
     assert done.returncode == 1 and not done.stdout
-    assert done.stderr.count("\n") == 1 and "is damaged: its sha256 is not the one in manifest.json" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "is damaged: its sha256 is not the one in manifest.json" in done.stderr
+    )
 
 
 def manifest(change: Callable[[dict[str, Any]], object], out: Path) -> Path:
@@ -208,7 +266,9 @@ def manifest(change: Callable[[dict[str, Any]], object], out: Path) -> Path:
         ({"files": {"../secret": {}}}, 'the path "../secret" leaves the bundle'),
     ],
 )
-def test_a_bundle_for_others_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_bundle_for_others_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     done = host.script("decode.mjs", manifest(lambda values: values.update(change), tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{message}\n")
 
@@ -217,7 +277,10 @@ def test_texts_have_the_ids_of_the_python_tokenizer() -> None:
     folder = shipped.MODELS / "base-7m"
     tokenizer = open_tokenizer(folder)
     draw = Random(0)
-    texts = [*TEXTS, *("".join(draw.choices(CHARACTERS, k=draw.randint(0, 40))) for _ in range(1000))]
+    texts = [
+        *TEXTS,
+        *("".join(draw.choices(CHARACTERS, k=draw.randint(0, 40))) for _ in range(1000)),
+    ]
     done = host.script("tokenize.mjs", folder / "tokenizer.json", given=json.dumps(texts))
     for text, found in zip(texts, json.loads(done.stdout), strict=True):
         assert found["ids"] == tokenizer.encode(text), ascii(text)
@@ -227,17 +290,31 @@ def test_texts_have_the_ids_of_the_python_tokenizer() -> None:
 def test_broken_characters_spoil_no_others(tmp_path: Path) -> None:
     """The pieces of a stream, of tokens that end within characters, are what the ids say at once."""
     broken = Tokenizer.from_file(str(shipped.MODELS / "base-7m" / "tokenizer.json"))
-    draw, parts = Random(0), [broken.encode(text, add_special_tokens=False).ids for text in ("🙂", "é", "\ufffd", "a")]
-    given = [[i for part in draw.choices(parts, k=6) for i in part[: draw.randint(1, 4)]] for _ in range(1000)]
-    done = host.script("tokenize.mjs", shipped.MODELS / "base-7m" / "tokenizer.json", given=json.dumps(given))
-    assert [found["text"] for found in json.loads(done.stdout)] == [broken.decode(ids) for ids in given]
+    draw = Random(0)
+    parts = [
+        broken.encode(text, add_special_tokens=False).ids for text in ("🙂", "é", "\ufffd", "a")
+    ]
+    given = [
+        [i for part in draw.choices(parts, k=6) for i in part[: draw.randint(1, 4)]]
+        for _ in range(1000)
+    ]
+    done = host.script(
+        "tokenize.mjs", shipped.MODELS / "base-7m" / "tokenizer.json", given=json.dumps(given)
+    )
+    assert [found["text"] for found in json.loads(done.stdout)] == [
+        broken.decode(ids) for ids in given
+    ]
 
-    fallback = TOKENIZERS["byte_fallback"]  # a byte is a token, and decoding a broken run spoils it all
+    fallback = TOKENIZERS[
+        "byte_fallback"
+    ]  # a byte is a token, and decoding a broken run spoils it all
     (tmp_path / "tokenizer.json").write_text(fallback.to_str(), "utf-8")
     texts = ["".join(draw.choices("\ufffdé🙂a ", k=12)) for _ in range(300)]
     given = [fallback.encode(text, add_special_tokens=False).ids for text in texts]
     done = host.script("tokenize.mjs", tmp_path / "tokenizer.json", given=json.dumps(given))
-    assert [found["text"] for found in json.loads(done.stdout)] == [fallback.decode(ids) for ids in given]
+    assert [found["text"] for found in json.loads(done.stdout)] == [
+        fallback.decode(ids) for ids in given
+    ]
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16, Precision.INT8])
@@ -257,7 +334,9 @@ def test_adapters_have_the_tensors_that_python_reads(tmp_path: Path, precision: 
     for name, value in wanted.items():
         array = value.numpy()
         assert found[name]["type"] == array.dtype.name and found[name]["dims"] == list(array.shape)
-        np.testing.assert_array_equal(np.array(found[name]["data"], array.dtype).reshape(array.shape), array)
+        np.testing.assert_array_equal(
+            np.array(found[name]["data"], array.dtype).reshape(array.shape), array
+        )
     other = host.script("adapter.mjs", file, "cd" * 32)
     assert (other.returncode, other.stderr) == (1, "an adapter for another base\n")
 
@@ -265,7 +344,8 @@ def test_adapters_have_the_tensors_that_python_reads(tmp_path: Path, precision: 
 @pytest.mark.slow  # exports the shipped model: `make web-test`
 @pytest.mark.parametrize("app", [*shipped.APPS, "base"])
 def test_apps_of_the_shipped_model_answer_as_in_python(app: str) -> None:
-    bundle, prompts = shipped.bundle(), shipped.prompts(app)
+    bundle = shipped.bundle()
+    prompts = shipped.prompts(app)
     answers = host.decoded(bundle.folder, host.framed(bundle, app, prompts, MAX_TOKENS))
     equal = 0
     with shipped.session(app) as session:

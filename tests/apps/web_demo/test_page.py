@@ -1,4 +1,6 @@
-"""The page in headless Chromium, from the command that serves it to the tokens on the screen: ``make web-test``."""
+"""The page in headless Chromium, from the command that serves it to the tokens on the screen:
+``make web-test``.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,26 @@ def serving(files: Site, headers: Mapping[str, str] = HEADERS) -> Iterator[str]:
 
 def chromium() -> str:
     """The browser; without one the test is skipped."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if found is None:
         pytest.skip("needs Chromium")
     return found
 
 
-def visited(address: str, *requests: Mapping[str, Any], screenshot: Path | None = None) -> dict[str, Any]:
+def visited(
+    address: str, *requests: Mapping[str, Any], screenshot: Path | None = None
+) -> dict[str, Any]:
     """What a visitor of the page sees, see ``browser.mjs``."""
     host.needs_packages("playwright-core")
     arguments = [chromium(), address, *([screenshot] if screenshot else [])]
     done = host.script("browser.mjs", *arguments, given=host.lines(requests))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert all(asked.startswith(address) for asked in found["requests"] + found["again"]), "another origin"
+    assert all(asked.startswith(address) for asked in found["requests"] + found["again"]), (
+        "another origin"
+    )
     return found
 
 
@@ -54,7 +62,11 @@ def site(bundle: Bundle) -> Site:
 
 
 def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
-    asked = [{"app": app, "prompt": shipped.prompts(app)[turn]} for turn in range(3) for app in shipped.APPS]
+    asked = [
+        {"app": app, "prompt": shipped.prompts(app)[turn]}
+        for turn in range(3)
+        for app in shipped.APPS
+    ]
     with serving(site(shipped.bundle())) as address:
         found = visited(address, *asked, screenshot=tmp_path / SCREENSHOT)
     assert found["about"].startswith("llama, 7 M parameters, INT8") and found["status"] == "Ready."
@@ -62,14 +74,20 @@ def test_the_page_gives_the_tokens_of_a_session(tmp_path: Path) -> None:
     for request, seen in zip(asked, found["answers"], strict=True):
         with shipped.session(request["app"]) as session:
             ids = session.prompt_ids(request["prompt"])
-            wanted = [token for run in session.runs(ids, max_tokens=128, mode="plain") for token in run.tokens]
+            wanted = [
+                token
+                for run in session.runs(ids, max_tokens=128, mode="plain")
+                for token in run.tokens
+            ]
             text = session.last.text
         assert seen["tokens"] == {"plain": wanted, "speculative": wanted}
         assert seen["plain"] == seen["speculative"] == text
         assert seen["accepted"] > 0 and seen["status"] == "Both answers have the same tokens."
         assert all("tokens/s" in speed for speed in seen["speeds"])
     # What was checked once is kept: of the bundle, the second visit asks only for the manifest.
-    assert [asked for asked in found["again"] if "/bundle/" in asked] == [f"{address}bundle/manifest.json"]
+    assert [asked for asked in found["again"] if "/bundle/" in asked] == [
+        f"{address}bundle/manifest.json"
+    ]
     assert (tmp_path / SCREENSHOT).stat().st_size < 150_000
 
 
@@ -90,14 +108,20 @@ def test_a_stopped_answer_is_the_beginning_of_the_whole() -> None:
     with serving(site(shipped.bundle())) as address:
         stopped, whole = visited(address, {**request, "stop": True}, request)["answers"]
     # The stop is there before the first call ends: at most its token is shown.
-    assert stopped["tokens"] in ({}, {"plain": whole["tokens"]["plain"][:1]}) and stopped["status"] == "Stopped."
+    assert (
+        stopped["tokens"] in ({}, {"plain": whole["tokens"]["plain"][:1]})
+        and stopped["status"] == "Stopped."
+    )
     assert whole["status"] == "Both answers have the same tokens."
 
 
 def test_a_static_host_without_headers_runs_one_thread_and_refuses_damage(tmp_path: Path) -> None:
     web.write(site(shipped.bundle()), tmp_path / "site")
-    prompt, written = shipped.prompts("sql")[0], tmp_path / "site"
-    files = {file.relative_to(written).as_posix(): file for file in written.rglob("*") if file.is_file()}
+    prompt = shipped.prompts("sql")[0]
+    written = tmp_path / "site"
+    files = {
+        file.relative_to(written).as_posix(): file for file in written.rglob("*") if file.is_file()
+    }
     with serving(files, headers={}) as address:
         found = visited(address, {"app": "sql", "prompt": prompt})
         assert found["about"].endswith(", 1 thread")

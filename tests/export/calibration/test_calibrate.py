@@ -1,4 +1,6 @@
-"""``--calibrate``: rows go through the model as in prefill and step, and the bundle has the weights made with them."""
+"""``--calibrate``: rows go through the model as in prefill and step, and the bundle has the weights
+made with them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def rows(count: int, vocab: int, seed: int = 0) -> list[Sample]:
     draw = np.random.default_rng(seed)
     made = []
     for _ in range(count):
-        start, step = draw.integers(3, vocab), draw.integers(1, 5)
+        start = draw.integers(3, vocab)
+        step = draw.integers(1, 5)
         made.append(Sample(tuple(int(start + step * i) % (vocab - 3) + 3 for i in range(40)), 30))
     return made
 
@@ -61,7 +64,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = np.random.default_rng(0)
     lines = [
         json.dumps(
-            {"prompt": " ".join(draw.choice(list(WORDS), 12)), "completion": " ".join(draw.choice(list(WORDS), 8))}
+            {
+                "prompt": " ".join(draw.choice(list(WORDS), 12)),
+                "completion": " ".join(draw.choice(list(WORDS), 8)),
+            }
         )
         for _ in range(6)
     ]
@@ -76,7 +82,9 @@ def test_rows_pass_the_layers_as_in_prefill(name: str, mode: Mode) -> None:
     """Main rows give prefill's token, and streams of the last prompt token its drafts."""
     model = deep_model(name, 4, mode)
     prompt = rows(1, VOCAB)[0].ids
-    reference = Reference(model, Tree.chain(model.gamma), 1, Schedule.DEFERRED, 64, chunk=len(prompt))
+    reference = Reference(
+        model, Tree.chain(model.gamma), 1, Schedule.DEFERRED, 64, chunk=len(prompt)
+    )
     token, drafts = reference.start(prompt, reference.new_cache())
     with torch.no_grad():
         passing = Rows(model, [Sample(prompt, len(prompt))])
@@ -130,7 +138,8 @@ def test_a_trained_model_loses_less_than_half() -> None:
     """Rows it was not calibrated on."""
     tokenizer = open_tokenizer(BASE)
     text = tokenized(read_examples(BASE.parent / "prompts" / "sql.jsonl"), tokenizer, "", 128)
-    model, held = load(BASE, None, 128).model, text[::3]
+    model = load(BASE, None, 128).model
+    held = text[::3]
     exact = logits(model, held)
     with simulated(model, Quant.INT4):
         nearest = loss(model, held, exact)
@@ -159,7 +168,9 @@ def test_rows_are_the_same_whenever_they_are_chosen(tmp_path: Path) -> None:
 def test_a_bundle_has_the_calibrated_weights(
     base: Path, lossless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The gate compares it with them, its manifest says on how many rows, and no reference rounds to nearest."""
+    """The gate compares it with them, its manifest says on how many rows, and no reference rounds
+    to nearest.
+    """
     out = tmp_path / "bundle"
     flags = ["--context", "96", "--chunk", "16", "--quant", "int4", "--out", str(out), "--quiet"]
     model = ["--model", str(base), "--target", "onnx", "--adapter", f"app={lossless}"]
@@ -170,12 +181,24 @@ def test_a_bundle_has_the_calibrated_weights(
     capsys.readouterr()
     assert main(["inspect", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calibrated_rows"] == 6
-    assert OnnxTarget().as_stored(Bundle.open(out), None, deep_model("llama", 3)) == (None, Precision.INT4)
+    assert OnnxTarget().as_stored(Bundle.open(out), None, deep_model("llama", 3)) == (
+        None,
+        Precision.INT4,
+    )
 
 
-def test_apps_that_stand_apart_share_a_calibrated_base(base: Path, with_lora: Path, data: Path, tmp_path: Path) -> None:
+def test_apps_that_stand_apart_share_a_calibrated_base(
+    base: Path, with_lora: Path, data: Path, tmp_path: Path
+) -> None:
     options = ExportOptions(
-        str(base), "onnx", Quant.INT4, tmp_path / "b", (("app", with_lora),), context=96, slots=True, calibrate=(data,)
+        str(base),
+        "onnx",
+        Quant.INT4,
+        tmp_path / "b",
+        (("app", with_lora),),
+        context=96,
+        slots=True,
+        calibrate=(data,),
     )
     target = OnnxExporter()
     plan = make_plan(options, target)
@@ -188,21 +211,42 @@ def test_apps_that_stand_apart_share_a_calibrated_base(base: Path, with_lora: Pa
     assert not torch.equal(first, alone)
 
 
-@pytest.mark.parametrize(("target", "quant"), [("onnx", "fp32"), ("onnx", "int8"), ("coreml", "palette4")])
+@pytest.mark.parametrize(
+    ("target", "quant"), [("onnx", "fp32"), ("onnx", "int8"), ("coreml", "palette4")]
+)
 def test_a_precision_without_a_grid_is_refused(
-    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, quant: str
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+    quant: str,
 ) -> None:
     if target == "coreml":
         pytest.importorskip("coremltools", reason="needs the coreml extra")
-    flags = ["--target", target, "--quant", quant, "--calibrate", str(data), "--out", str(tmp_path / "b")]
+    flags = [
+        "--target",
+        target,
+        "--quant",
+        quant,
+        "--calibrate",
+        str(data),
+        "--out",
+        str(tmp_path / "b"),
+    ]
     assert main(["export", "--model", str(base), *flags]) == 2
-    assert f"--calibrate: target {target} takes it for int4, not for {quant}" in capsys.readouterr().err
+    assert (
+        f"--calibrate: target {target} takes it for int4, not for {quant}"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_file_without_rows_is_refused_before_the_model_is_loaded(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--target", "onnx", "--quant", "int4", "--calibrate", str(tmp_path / "none.jsonl")]
-    assert main(["export", "--model", str(base), *flags, "--out", str(tmp_path / "b"), "--quiet"]) == 2
+    assert (
+        main(["export", "--model", str(base), *flags, "--out", str(tmp_path / "b"), "--quiet"]) == 2
+    )
     assert "none.jsonl: no such file" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()

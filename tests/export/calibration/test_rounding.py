@@ -1,4 +1,6 @@
-"""Matrices on a target's grid: they lose little on the inputs they are made for, and the target keeps their codes."""
+"""Matrices on a target's grid: they lose little on the inputs they are made for, and the target
+keeps their codes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def matrix(outputs: int = 48, inputs: int = 96) -> Tensor:
 
 
 def inputs(width: int, rows: int = 400) -> Tensor:
-    """Rows that mostly lie in a space of few dimensions, with one channel that stands out and one that never speaks."""
+    """Rows that mostly lie in a space of few dimensions, with one channel that stands out and one
+    that never speaks.
+    """
     generator = torch.Generator().manual_seed(1)
     rows_ = torch.randn(rows, 12, generator=generator) @ torch.randn(12, width, generator=generator)
     rows_ += 0.3 * torch.randn(rows, width, generator=generator)
@@ -57,7 +61,8 @@ def to_nearest(weight: Tensor, grid: Grid) -> Tensor:
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_products_lose_less_than_a_third_of_what_they_lose_to_nearest(name: str) -> None:
-    weight, x = matrix(), inputs(96)
+    weight = matrix()
+    x = inputs(96)
     made = calibrated(weight, x.T @ x, GRIDS[name])
 
     def loss(rounded: Tensor) -> float:
@@ -99,19 +104,27 @@ def test_core_ml_stores_the_values_as_they_are(per_channel: bool) -> None:
     pytest.importorskip("coremltools", reason="needs the coreml extra")
     from coremltools.optimize._utils import compute_qparams
 
-    x, weight, grid = inputs(96), matrix(), int4_grid((48, 96), per_channel)
+    x = inputs(96)
+    weight = matrix()
+    grid = int4_grid((48, 96), per_channel)
     assert grid is not None
     weight[3] = weight[4]  # coremltools divides blocks of zeros by zero
     made = calibrated(weight, x.T @ x, grid)
     block = [1, 0] if per_channel else [1, 32]
-    codes, scale, _ = compute_qparams(made.half().numpy(), 4, True, "LINEAR_SYMMETRIC", np.int8, block)
+    codes, scale, _ = compute_qparams(
+        made.half().numpy(), 4, True, "LINEAR_SYMMETRIC", np.int8, block
+    )
     values = codes.reshape(48, scale.shape[1], -1).astype(np.float16) * scale[..., None]
     assert np.array_equal(values.reshape(48, 96).astype(np.float32), made.numpy())
 
 
 def test_grids_know_their_largest_codes() -> None:
     blocks = torch.tensor([[1.0, -2.0, 0.5], [4.0, -4.2, 0.0], [4.0, -3.0, 0.0]])
-    assert [code.tolist() for code in (lowest(blocks)[1], symmetric(blocks)[1], unclipped(blocks)[1])] == [
-        [-8, -8, -8], [-7, -7, 7], [-8, 7, 7],
-    ]  # fmt: skip
+    assert [
+        code.tolist() for code in (lowest(blocks)[1], symmetric(blocks)[1], unclipped(blocks)[1])
+    ] == [
+        [-8, -8, -8],
+        [-7, -7, 7],
+        [-8, 7, 7],
+    ]
     assert lowest(blocks)[2].tolist() == pytest.approx([0.25, 0.525, -0.5])

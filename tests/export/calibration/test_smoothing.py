@@ -1,4 +1,6 @@
-"""Smoothing changes no result, makes rows of outliers more even, and leaves alone what it cannot change."""
+"""Smoothing changes no result, makes rows of outliers more even, and leaves alone what it cannot
+change.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,25 @@ def results(model: StreamModel) -> tuple[Tensor, Tensor]:
 
     loss = StreamingLoss(model, LossWeights(main=1.0, stream=1.0))
     middle, _, rows = loss.run_main(torch.tensor([IDS]))
-    return main_logits(model, IDS), loss.run_streams(middle, torch.tensor([[len(IDS) - 2]]), torch.tensor([IDS]), rows)
+    return main_logits(model, IDS), loss.run_streams(
+        middle, torch.tensor([[len(IDS) - 2]]), torch.tensor([IDS]), rows
+    )
 
 
 @pytest.mark.parametrize("mode", [Mode.SHARED, Mode.LOSSLESS])
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.wide) for name in sorted(MODELS)]
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.wide)
+        for name in sorted(MODELS)
+    ],
 )
 def test_no_result_changes(name: str, mode: Mode) -> None:
     """In any family, for main rows and streams."""
     torch.manual_seed(0)
-    model = build(tiny_model(name), StreamConfig(mode=mode, gamma=3, msa_layers=2, adapter_rank=4), 64).eval()
+    model = build(
+        tiny_model(name), StreamConfig(mode=mode, gamma=3, msa_layers=2, adapter_rank=4), 64
+    ).eval()
     for adapter in model.streams.adapters.values():
         nn.init.normal_(adapter.up.weight, std=0.1)
     before = results(model)
@@ -50,7 +60,9 @@ def test_no_result_changes(name: str, mode: Mode) -> None:
 
 
 def test_rows_with_outliers_lose_less() -> None:
-    """Three channels of every norm are made 30 times as large and their columns as small: smoothing takes that back."""
+    """Three channels of every norm are made 30 times as large and their columns as small: smoothing
+    takes that back.
+    """
     texts = torch.randint(VOCAB, (8, 24), generator=torch.Generator().manual_seed(1)).tolist()
 
     def logits(model: StreamModel) -> Tensor:
@@ -65,8 +77,12 @@ def test_rows_with_outliers_lose_less() -> None:
     model = deep_model("llama", 6, Mode.SHARED)
     even = error(model)
     for layer in model.backbone.layers:
-        norm, linears = layer.input_layernorm, [getattr(layer.self_attn, f"{part}_proj") for part in "qkv"]
-        for weight, factor in ((norm.weight, 30.0), *((linear.weight, 1 / 30) for linear in linears)):
+        norm = layer.input_layernorm
+        linears = [getattr(layer.self_attn, f"{part}_proj") for part in "qkv"]
+        for weight, factor in (
+            (norm.weight, 30.0),
+            *((linear.weight, 1 / 30) for linear in linears),
+        ):
             weight.data[..., OUTLIERS] *= factor
     planted = error(model)
     assert planted > 1.5 * even
@@ -76,7 +92,8 @@ def test_rows_with_outliers_lose_less() -> None:
 
 def test_factors_are_those_of_main_rows() -> None:
     """A model gets the same weights with folded stream adapters, with others, and without streams."""
-    first, second = deep_model("llama", 4, Mode.LOSSLESS), deep_model("llama", 4, Mode.LOSSLESS)
+    first = deep_model("llama", 4, Mode.LOSSLESS)
+    second = deep_model("llama", 4, Mode.LOSSLESS)
     assert second.streams is not None
     second.streams.fold()
     for model in (first, second):
@@ -93,7 +110,9 @@ def test_a_norm_that_something_else_reads_stays() -> None:
 
         def forward(self, h: Tensor, **others: object) -> Tensor:
             out = self.layer(h, **others)
-            out = (out[0] if isinstance(out, tuple) else out) + self.layer.get_submodule("input_layernorm")(h)
+            out = (out[0] if isinstance(out, tuple) else out) + self.layer.get_submodule(
+                "input_layernorm"
+            )(h)
             out[..., 0] += 1e5  # an outlier, beside which no other channel's change is large
             return out
 

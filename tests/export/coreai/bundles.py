@@ -39,9 +39,13 @@ def base() -> Path:
 
 
 def options(cell: Cell, out: Path) -> ExportOptions:
-    """An export of the tiny model with two streams over its upper layer, whose host can choose tokens."""
+    """An export of the tiny model with two streams over its upper layer, whose host can choose
+    tokens.
+    """
     follow = 3 if cell.mode is Mode.LOSSLESS else 0
-    make = partial(write_adapter, base=base(), mode=cell.mode, gamma=2, msa_layers=1, follow_rank=follow)
+    make = partial(
+        write_adapter, base=base(), mode=cell.mode, gamma=2, msa_layers=1, follow_rank=follow
+    )
     return ExportOptions(
         model=str(base()),
         target="coreai",
@@ -58,7 +62,9 @@ def options(cell: Cell, out: Path) -> ExportOptions:
 
 def bundle(cell: Cell) -> Bundle:
     """The bundle of a combination, which passed its parity gate."""
-    return Bundle.open(made_once(f"coreai/{cell}", lambda out: export_bundle(options(cell, out), lambda *_: None)))
+    return Bundle.open(
+        made_once(f"coreai/{cell}", lambda out: export_bundle(options(cell, out), lambda *_: None))
+    )
 
 
 def apps() -> Bundle:
@@ -72,6 +78,8 @@ def apps() -> Bundle:
         adapters.append((name, made_once(f"coreai/{name}", write)))
 
     def export(out: Path) -> None:
-        export_bundle(replace(options(Cell(Quant.INT8), out), adapters=tuple(adapters)), lambda *_: None)
+        export_bundle(
+            replace(options(Cell(Quant.INT8), out), adapters=tuple(adapters)), lambda *_: None
+        )
 
     return Bundle.open(made_once("coreai/apps", export))

@@ -55,7 +55,10 @@ def test_speculative_output_is_plain_output(cell: Cell) -> None:
 
 def test_deviations_from_a_precision_are_noted() -> None:
     notes = " ".join(bundle(QUICK).manifest.notes)
-    assert "embedding and head are int8" in notes and "down_proj has 80 inputs, not a multiple of 32" in notes
+    assert (
+        "embedding and head are int8" in notes
+        and "down_proj has 80 inputs, not a multiple of 32" in notes
+    )
     assert "activations, products and the cache are float32" in notes
 
 
@@ -66,7 +69,9 @@ def test_a_fault_between_products_is_refused_before_the_conversion(
 
     def wrong(*given: Any) -> ExportedProgram:
         program = trace(*given)
-        last = [node for node in program.graph.nodes if node.target is torch.ops.aten.silu.default][-1]
+        last = [node for node in program.graph.nodes if node.target is torch.ops.aten.silu.default][
+            -1
+        ]
         last.target = torch.ops.aten.relu.default
         return program
 
@@ -78,7 +83,9 @@ def test_a_fault_between_products_is_refused_before_the_conversion(
 
 
 def test_the_gate_refuses_an_asset_of_other_weights() -> None:
-    """One matrix of the reference is a hundredth larger, which four bits hide neither in codes nor in scales."""
+    """One matrix of the reference is a hundredth larger, which four bits hide neither in codes nor
+    in scales.
+    """
     exported = bundle(QUICK)
     exporter = CoreAIExporter()
     job = ExportJob.of(make_plan(options(QUICK, exported.folder), exporter), lambda *_: None)
@@ -90,9 +97,13 @@ def test_the_gate_refuses_an_asset_of_other_weights() -> None:
 
 @pytest.mark.slow
 def test_apps_are_functions_over_one_base() -> None:
-    """The embedding, which is also the head, is stored once, and each app passed the gate with its own streams."""
+    """The embedding, which is also the head, is stored once, and each app passed the gate with its
+    own streams.
+    """
     exported = apps()
-    codes, _ = Integers(8, None).right_inverse(load(base(), None, 24).model.backbone.embed_tokens.weight)
+    codes, _ = Integers(8, None).right_inverse(
+        load(base(), None, 24).model.backbone.embed_tokens.weight
+    )
     assert (exported.folder / ASSET / PROGRAM).read_bytes().count(codes.numpy().tobytes()) == 1
     for name in ("one", "other"):
         engine = CoreAIEngine.of(exported, name)

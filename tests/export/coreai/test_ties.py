@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from ssdevice.model.operators import top_k
 from tests.export.coreai.computed import computed
 
-ROWS, VOCAB, K = 4, 5000, 3
+ROWS = 4
+VOCAB = 5000
+K = 3
 
 
 class Choice(nn.Module):

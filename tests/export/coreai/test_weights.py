@@ -26,7 +26,11 @@ STEP = {Quant.FP32: 0.0, Quant.FP16: 2**-11, Quant.INT8: 0.5 / 127, Quant.INT4: 
 
 def weights(model: StreamModel) -> dict[str, Tensor]:
     parts = model.named_modules()
-    return {name: part.weight.detach() for name, part in parts if isinstance(part, (nn.Linear, nn.Embedding))}
+    return {
+        name: part.weight.detach()
+        for name, part in parts
+        if isinstance(part, (nn.Linear, nn.Embedding))
+    }
 
 
 @pytest.mark.parametrize("quant", STEP)
@@ -36,7 +40,9 @@ def test_the_reference_has_the_stored_values_and_gets_its_own_back(quant: Quant)
     before = {name: weight.clone() for name, weight in weights(model).items()}
     with stored(model, quant, values=True):
         for name, weight in weights(model).items():
-            assert (weight - before[name]).abs().max() <= STEP[quant] * before[name].abs().max() * 1.001
+            assert (weight - before[name]).abs().max() <= STEP[quant] * before[
+                name
+            ].abs().max() * 1.001
             assert quant is Quant.FP32 or not torch.equal(weight, before[name])
     assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())
     assert tied and model.backbone.lm_head.weight is model.backbone.embed_tokens.weight
@@ -62,7 +68,8 @@ def test_what_the_runtime_would_take_for_zeros_is_not_stored() -> None:
 
 def test_the_runtime_multiplies_with_the_stored_halves(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    linear, x = nn.Linear(256, 64, bias=False), torch.randn(5, 256)
+    linear = nn.Linear(256, 64, bias=False)
+    x = torch.randn(5, 256)
     parametrize.register_parametrization(linear, "weight", Halves(), unsafe=True)
     found = computed(linear, x, tmp_path)
     torch.testing.assert_close(found, x @ linear.weight.detach().T, rtol=0, atol=3e-6)

@@ -1,4 +1,6 @@
-"""Several apps as functions of one package: the base once, LoRA beside it in float16, each app with its own answers."""
+"""Several apps as functions of one package: the base once, LoRA beside it in float16, each app with
+its own answers.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,14 @@ pytestmark = [
 ]
 
 TREE = Tree.of([[0], [1], [0, 0]])
-CONTEXT, CHUNK, RANK, WIDTH = 48, 8, 256, 128
+CONTEXT = 48
+CHUNK = 8
+RANK = 256
+WIDTH = 128
 APPS = {"letters": Mode.SHARED, "step.plain": Mode.SHARED, "untouched": Mode.LOSSLESS}
-"""Names with characters that functions may not have, and one that could meet another function's name."""
+"""Names with characters that functions may not have, and one that could meet another function's
+name.
+"""
 GROWTH = 1.1
 """What an app may add, by the bytes of its adapter."""
 
@@ -43,10 +50,17 @@ def write_base(folder: Path) -> Path:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=tokenizer.tokenizer.get_vocab_size(), hidden_size=WIDTH, intermediate_size=3 * WIDTH,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        eos_token_id=0, pad_token_id=0, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=tokenizer.tokenizer.get_vocab_size(),
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=0,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -65,9 +79,14 @@ def write_adapter(folder: Path, base: Path, app: str, mode: Mode) -> Path:
     torch.manual_seed(len(app))
     hf = load_hf(base)
     config = StreamConfig(
-        mode, TREE.depth, 1, token_rank=RANK, adapter_rank=RANK, lora_rank=RANK if mode is Mode.SHARED else 0,
+        mode,
+        TREE.depth,
+        1,
+        token_rank=RANK,
+        adapter_rank=RANK,
+        lora_rank=RANK if mode is Mode.SHARED else 0,
         follow_rank=RANK if mode is Mode.LOSSLESS else 0,
-    )  # fmt: skip
+    )
     streams = build(hf, config, CONTEXT).streams
     assert streams is not None
     identity = BaseIdentity.of(base, AutoConfig.from_pretrained(base))
@@ -76,7 +95,9 @@ def write_adapter(folder: Path, base: Path, app: str, mode: Mode) -> Path:
             value.copy_(torch.randn_like(value) * 0.1)
     write_streams(folder, streams, AdapterSettings(app, config, identity, f"{app}.", {}))
     if mode is Mode.SHARED:
-        lora = get_peft_model(load_hf(base), LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear"))
+        lora = get_peft_model(
+            load_hf(base), LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear")
+        )
         with torch.no_grad():
             for name, value in lora.named_parameters():
                 if "lora_" in name:
@@ -94,7 +115,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         target="coreml",
         quant=Quant.INT8,
         out=folder / "bundle",
-        adapters=tuple((app, write_adapter(folder / app, base, app, mode)) for app, mode in APPS.items()),
+        adapters=tuple(
+            (app, write_adapter(folder / app, base, app, mode)) for app, mode in APPS.items()
+        ),
         tree=TREE,
         context=CONTEXT,
         chunk=CHUNK,
@@ -126,7 +149,9 @@ def test_every_app_has_functions_of_its_own_and_the_base_is_one(bundle: Bundle, 
 def test_base_weights_are_stored_once(bundle: Bundle, package: Package):
     apps = {app.name: app.functions for app in bundle.manifest.apps}
     whole: dict[str, dict[BlobRef, int]] = {
-        app: {place: size for name in names.values() for place, size in blobs(package, name).items()}
+        app: {
+            place: size for name in names.values() for place, size in blobs(package, name).items()
+        }
         for app, names in apps.items()
     }
     shared = whole["letters"].keys() & whole["step.plain"].keys() & whole["untouched"].keys()
@@ -135,7 +160,12 @@ def test_base_weights_are_stored_once(bundle: Bundle, package: Package):
 
 
 def test_an_app_costs_its_adapter(bundle: Bundle, package: Package):
-    notes = {app: note for app in APPS for note in bundle.manifest.notes if note.startswith(f"app {app} adds")}
+    notes = {
+        app: note
+        for app in APPS
+        for note in bundle.manifest.notes
+        if note.startswith(f"app {app} adds")
+    }
     for app, note in notes.items():
         added, adapter = (int(word) for word in (note.split()[3], note.split()[-4]))
         assert added < GROWTH * adapter, note
@@ -147,14 +177,20 @@ def test_an_app_costs_its_adapter(bundle: Bundle, package: Package):
 def _tensors(folder: Path) -> list[np.ndarray]:
     from safetensors.numpy import load_file
 
-    return [value for file in folder.glob("*.safetensors") for value in load_file(str(file)).values()]
+    return [
+        value for file in folder.glob("*.safetensors") for value in load_file(str(file)).values()
+    ]
 
 
 def test_lora_is_not_quantized(bundle: Bundle, package: Package):
     step = package.function(bundle.app("letters").functions[STEP])
-    weights = [operation.inputs["weight"][0] for operation in step.operations if operation.kind == "linear"]
+    weights = [
+        operation.inputs["weight"][0] for operation in step.operations if operation.kind == "linear"
+    ]
     narrow = [name for name in weights if RANK in step.types[name].shape]
-    assert len(narrow) == (2 + 1) * 7 * 2 + 2  # layers of main rows and of streams x linears x (down, up); g
+    assert (
+        len(narrow) == (2 + 1) * 7 * 2 + 2
+    )  # layers of main rows and of streams x linears x (down, up); g
     assert {step.makers[name] for name in narrow} == {"const"}
 
 

@@ -1,4 +1,6 @@
-"""Bundles whose package is damaged or was edited, and exports that cannot be: each ends in one line."""
+"""Bundles whose package is damaged or was edited, and exports that cannot be: each ends in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ from tests.export.coreml.tiny import GEOMETRY, STEP, package
 from tests.runtime import tiny_bundle
 from tests.runtime.scripted import make_tokenizer
 
-pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="there Core ML itself opens a package")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "darwin", reason="there Core ML itself opens a package"
+)
 
 WEIGHTS = Path("Data/com.apple.CoreML/weights/weight.bin")
 Change = Callable[[Path], None]
 
 
 def write_bundle(out: Path, change: Change = lambda _: None) -> Bundle:
-    """A bundle around the tiny package, changed before it is hashed: what someone makes who edits both."""
+    """A bundle around the tiny package, changed before it is hashed: what someone makes who edits
+    both.
+    """
     greedy = dataclasses.replace(GEOMETRY, hidden=0)
     tensors = functions(greedy, CacheForm.INTERNAL, "float16")
     sample = sample_manifest()
@@ -114,12 +120,20 @@ def _flip(folder: Path) -> None:
 
 
 EDITED = {
-    "unknown op": (edited(_rename_op), 1, "operation 'frobnicate' is not supported.*export the bundle again"),
+    "unknown op": (
+        edited(_rename_op),
+        1,
+        "operation 'frobnicate' is not supported.*export the bundle again",
+    ),
     "another input": (edited(_rename_input), 2, "function 'step'.*do not belong together"),
-    "old deployment target": (edited(_age), 2, "deployment target is too old.*version 8.*export again"),
+    "old deployment target": (
+        edited(_age),
+        2,
+        "deployment target is too old.*version 8.*export again",
+    ),
     "truncated weights": (_cut_weights, 2, "weight.bin.*(cut short|outside the file)"),
     "a file that is no program": (_append, 2, "model.mlmodel: not a usable model file"),
-}  # fmt: skip
+}
 CHANGED = {
     "edited program": (_append, "model.mlmodel"),
     "edited weight": (_flip, "weight.bin"),
@@ -139,7 +153,9 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_the_bundle_is_sound_before_it_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_bundle_is_sound_before_it_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     write_bundle(tmp_path / "bundle")
     assert main(["run", str(tmp_path / "bundle"), *COMMANDS["run"], "--quiet"]) == 0
 
@@ -156,7 +172,9 @@ def test_a_package_edited_with_its_hashes_is_refused(
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_package_that_is_not_the_manifests_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_package_that_is_not_the_manifests_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     change, file = CHANGED[name]
     folder = write_bundle(tmp_path / "bundle").folder
     change(folder / PACKAGE)
@@ -166,8 +184,13 @@ def test_a_package_that_is_not_the_manifests_is_refused(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("system", ["iOS17", "macOS14"])
-def test_an_old_deployment_target_is_refused_before_anything_is_read(system: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["export", "--model", "nowhere", "--target", "coreml", "--deployment-target", system]) == 2
+def test_an_old_deployment_target_is_refused_before_anything_is_read(
+    system: str, capsys: pytest.CaptureFixture[str]
+):
+    assert (
+        main(["export", "--model", "nowhere", "--target", "coreml", "--deployment-target", system])
+        == 2
+    )
     line = one_line(capsys)
     assert f"--deployment-target {system}" in line and "iOS18 (macOS15)" in line
 
@@ -183,4 +206,6 @@ def test_a_width_that_blocks_do_not_divide_is_in_the_manifest(tmp_path: Path):
         chunk=tiny_bundle.CHUNK,
     )
     notes = export_bundle(options, lambda *_: None).manifest.notes
-    assert any("has 48 inputs, not a multiple of 32: int8 per channel, not int4" in note for note in notes)
+    assert any(
+        "has 48 inputs, not a multiple of 32: int8 per channel, not int4" in note for note in notes
+    )

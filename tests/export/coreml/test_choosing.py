@@ -1,4 +1,6 @@
-"""A host chooses tokens with a Core ML package: a drafted token has the bits of a plainly decoded one."""
+"""A host chooses tokens with a Core ML package: a drafted token has the bits of a plainly decoded
+one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ pytest.importorskip("coremltools", reason="needs the coreml extra")
 pytest.importorskip("torch", reason="needs the export extra")
 
 from ssdevice.config import Mode
-from ssdevice.contract import CHOOSING, DRAFT, FUNCTIONS, LOGITS, STATES, VERIFY, CacheForm, functions
+from ssdevice.contract import (
+    CHOOSING,
+    DRAFT,
+    FUNCTIONS,
+    LOGITS,
+    STATES,
+    VERIFY,
+    CacheForm,
+    functions,
+)
 from ssdevice.export.mlprogram.options import KVWrite
 from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
@@ -38,14 +49,20 @@ def engine(request: pytest.FixtureRequest) -> CoreMLEngine:
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS[1:4], ids=range(1, 4))
-def test_sampled_output_has_the_bits_of_plain_output(engine: CoreMLEngine, sampling: Sampling) -> None:
+def test_sampled_output_has_the_bits_of_plain_output(
+    engine: CoreMLEngine, sampling: Sampling
+) -> None:
     """Its schedule is fused, drafting in two calls is deferred; neither may change an answer."""
-    assert check_forced_drafts(engine, sampling, seeds=2, exactly=True) == set(range(1, GEOMETRY.tree.emitted + 1))
+    assert check_forced_drafts(engine, sampling, seeds=2, exactly=True) == set(
+        range(1, GEOMETRY.tree.emitted + 1)
+    )
 
 
 def test_a_step_in_two_calls_is_a_step(engine: CoreMLEngine) -> None:
     driver = OracleDriver(engine)
-    facts = drive(driver, [7, 21, 3, 44, 9], perturb=False)  # drafts of the two schedules may differ at near-ties
+    facts = drive(
+        driver, [7, 21, 3, 44, 9], perturb=False
+    )  # drafts of the two schedules may differ at near-ties
     check(facts, driver, row_tolerance=2e-3)
 
 
@@ -58,7 +75,9 @@ def test_the_package_has_the_tensors_of_the_contract() -> None:
 
 
 def test_rows_that_were_not_kept_are_written_over() -> None:
-    """A verified tree is not committed: the next call at that length decodes as if it had never been."""
+    """A verified tree is not committed: the next call at that length decodes as if it had never
+    been.
+    """
     engine = CoreMLEngine(Program(Package.open(package(choosing=True))), GEOMETRY, NAMES)
     found = []
     for looked in (False, True):

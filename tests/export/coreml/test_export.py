@@ -61,12 +61,16 @@ def test_the_manifest_says_what_was_made(bundle: Bundle):
     assert list(bundle.functions) == [*FUNCTIONS, *CHOOSING]
     assert manifest.parity["counts"] == tiny_bundle.TREE.emitted
     assert any("activations are float16" in note for note in manifest.notes)
-    assert any("multiples of 32" in note for note in manifest.notes)  # a head of 8: the Neural Engine may refuse
+    assert any(
+        "multiples of 32" in note for note in manifest.notes
+    )  # a head of 8: the Neural Engine may refuse
 
 
 def test_golden_texts_have_a_prompt_of_the_app(bundle: Bundle):
     assert json.loads(bundle.file("settings").read_text("utf-8"))["compute_units"] == "all"
-    tokenizer = ChatTokenizer.from_bytes(bundle.file("tokenizer").read_bytes(), bundle.manifest.chat)
+    tokenizer = ChatTokenizer.from_bytes(
+        bundle.file("tokenizer").read_bytes(), bundle.manifest.chat
+    )
     prompt = tokenizer.prompt_ids(TEXTS[0], instruction=bundle.app().instruction)
     assert prompt in [text["ids"] for text in golden(bundle)["texts"]]
 
@@ -107,7 +111,9 @@ def test_sampling_gives_the_same_answer_in_every_mode(bundle: Bundle, sampling: 
     with Session.open(bundle) as session:
         found = []
         for mode in ("plain", SPECULATIVE, ADAPTIVE):
-            for _ in session.runs(session.prompt_ids("abc"), max_tokens=24, mode=mode, sampling=sampling):
+            for _ in session.runs(
+                session.prompt_ids("abc"), max_tokens=24, mode=mode, sampling=sampling
+            ):
                 pass
             found.append((session.last.tokens, session.last.logprobs))
         assert found[0] == found[1] == found[2]
@@ -115,7 +121,12 @@ def test_sampling_gives_the_same_answer_in_every_mode(bundle: Bundle, sampling: 
 
 def test_draft_layers_decode_as_plain_decoding(tmp_path):
     own = write_adapter(
-        tmp_path / "own", tiny_bundle.base_folder(), Mode.LOSSLESS, msa_layers=0, adapter_rank=0, draft_layers=1
+        tmp_path / "own",
+        tiny_bundle.base_folder(),
+        Mode.LOSSLESS,
+        msa_layers=0,
+        adapter_rank=0,
+        draft_layers=1,
     )
     options = ExportOptions(
         model=str(tiny_bundle.base_folder()),
@@ -133,7 +144,9 @@ def test_draft_layers_decode_as_plain_decoding(tmp_path):
     driver = OracleDriver(open_engine(made, None, EngineOptions()))
     check(drive(driver, [7, 21, 3, 14, 9], perturb=False), driver, row_tolerance=2e-3)
     engine = open_engine(made, None, EngineOptions())
-    assert check_forced_drafts(engine, SAMPLERS[1], exactly=True) == set(range(1, tiny_bundle.TREE.emitted + 1))
+    assert check_forced_drafts(engine, SAMPLERS[1], exactly=True) == set(
+        range(1, tiny_bundle.TREE.emitted + 1)
+    )
 
 
 def test_a_model_without_streams_decodes_plainly(tmp_path):

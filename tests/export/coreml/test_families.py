@@ -1,4 +1,6 @@
-"""Every family's step converts and computes the torch module's rows, stream adapters of lossless mode included."""
+"""Every family's step converts and computes the torch module's rows, stream adapters of lossless
+mode included.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.model.tiny import MODELS, tiny_model
 from tests.model.torch_driver import TorchDriver
 
 TREE = Tree.of([[0], [1], [0, 0]])
-CONTEXT, CHUNK, STEPS = 24, 5, 6
+CONTEXT = 24
+CHUNK = 5
+STEPS = 6
 ROW_TOLERANCE = 0.02
 """Of the largest value; weights and tables are float16, measured is up to 0.009."""
 
@@ -30,11 +34,21 @@ ROW_TOLERANCE = 0.02
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MODELS)
 def test_rows_of_chained_steps(family: str, tmp_path: Path):
-    model = build(tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT).eval()
+    model = build(
+        tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT
+    ).eval()
     backbone = model.backbone
     vocab = int(backbone.config.vocab_size)
     geometry = Geometry(
-        backbone.num_layers, backbone.kv_heads, backbone.head_dim, vocab, TREE.depth, TREE.width, TREE, CONTEXT, CHUNK
+        backbone.num_layers,
+        backbone.kv_heads,
+        backbone.head_dim,
+        vocab,
+        TREE.depth,
+        TREE.width,
+        TREE,
+        CONTEXT,
+        CHUNK,
     )
     made = convert(STEP, model, geometry, Schedule.FUSED, CoreMLOptions())
     save({STEP: made}, tmp_path / "step.mlpackage", STEP)
@@ -44,13 +58,20 @@ def test_rows_of_chained_steps(family: str, tmp_path: Path):
     state = program.make_state()
     agreed = 0
     for i in range(STEPS):
-        root, drafts = (7 * i + 3) % vocab, [[1 + i, 2], [3, 4 + i]]
+        root = (7 * i + 3) % vocab
+        drafts = [[1 + i, 2], [3, 4 + i]]
         integers = {ROOT: [root], DRAFTS: drafts, LENGTH: [i]}
-        out = program.run(STEP, {name: np.array(value, np.int32) for name, value in integers.items()}, state)
+        out = program.run(
+            STEP, {name: np.array(value, np.int32) for name, value in integers.items()}, state
+        )
         expected = reference.step(root, drafts, i)
         count = int(out[COUNT][0])
-        agreed += count == expected.count and out[TOKENS][:count].tolist() == expected.tokens[:count]
+        agreed += (
+            count == expected.count and out[TOKENS][:count].tolist() == expected.tokens[:count]
+        )
         for part, name in enumerate((KEYS, VALUES)):
             theirs = reference.cache[:, part, 0, :, i].numpy()
-            assert np.abs(state[name][:, :, i] - theirs).max() <= ROW_TOLERANCE * np.abs(theirs).max()
+            assert (
+                np.abs(state[name][:, :, i] - theirs).max() <= ROW_TOLERANCE * np.abs(theirs).max()
+            )
     assert agreed >= STEPS - 1  # random models have near-ties

@@ -12,7 +12,9 @@ from ssdevice.export.mlprogram.graph import functional
 
 
 class Counter(nn.Module):
-    """Adds ``x [2, 3]`` to its state ``[6]``; returns what stood there before as ``[3, 2]``, and ``x``."""
+    """Adds ``x [2, 3]`` to its state ``[6]``; returns what stood there before as ``[3, 2]``, and
+    ``x``.
+    """
 
     state: Tensor
 
@@ -40,7 +42,8 @@ def test_writes_are_outputs_and_values_stay() -> None:
     kinds = [(spec.kind, spec.target) for spec in program.graph_signature.output_specs]
     assert kinds == [(spec.kind, spec.target) for spec in decomposed.graph_signature.output_specs]
     assert program.dialect == decomposed.dialect
-    ours, theirs = program.module(), decomposed.module()
+    ours = program.module()
+    theirs = decomposed.module()
     for _ in range(2):
         for mine, other in zip(ours(x), theirs(x), strict=True):
             assert mine.dtype == other.dtype and torch.equal(mine, other)

@@ -1,4 +1,6 @@
-"""Tokens in a package stay the integers that they are, whatever the vocabulary: none passes through 16 bits."""
+"""Tokens in a package stay the integers that they are, whatever the vocabulary: none passes through
+16 bits.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ VOCAB = 70_000
 """More than 16 bits count, as in most models of today."""
 TREE = Tree.of([[0], [0, 0]])
 GEOMETRY = Geometry(
-    layers=2, kv_heads=2, head_dim=8, vocab=VOCAB, gamma=TREE.depth, k=1, tree=TREE, context=24, chunk=5
+    layers=2,
+    kv_heads=2,
+    head_dim=8,
+    vocab=VOCAB,
+    gamma=TREE.depth,
+    k=1,
+    tree=TREE,
+    context=24,
+    chunk=5,
 )
 PROMPT = [69_999, 40_000, 3, 66_001, 32_768]
 
@@ -37,12 +47,15 @@ PROMPT = [69_999, 40_000, 3, 66_001, 32_768]
 def test_what_is_gathered_is_not_narrowed():
     narrow = ("int16", "uint16")
     for function in Package.open(package()).functions.values():
-        types, makers = function.types, function.makers
+        types = function.types
+        makers = function.makers
         gathers = [operation for operation in function.operations if operation.kind == "gather"]
         assert gathers
         for operation in gathers:
             (source,) = operation.inputs["x"]
-            assert types[source].dtype.name not in narrow or makers[source] == "const", operation.output
+            assert types[source].dtype.name not in narrow or makers[source] == "const", (
+                operation.output
+            )
 
 
 @pytest.mark.slow
@@ -51,7 +64,12 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(
-        "llama", num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=VOCAB, tie_word_embeddings=True
+        "llama",
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=32,
+        vocab_size=VOCAB,
+        tie_word_embeddings=True,
     )
     hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(hf, 1)
@@ -68,7 +86,8 @@ def test_tokens_beyond_16_bits_are_those_of_torch(deployment: Deployment, tmp_pa
         following = theirs.plain(PROMPT[0], 5)
         assert mine.plain(PROMPT[0], 5) == following
         for forced in ([[following], [PROMPT[1]]], [[PROMPT[3]], [PROMPT[1]]]):
-            expected, found = theirs.step(PROMPT[0], forced, 5), mine.step(PROMPT[0], forced, 5)
+            expected = theirs.step(PROMPT[0], forced, 5)
+            found = mine.step(PROMPT[0], forced, 5)
             assert found.tokens == expected.tokens[: len(found.tokens)]
             assert found.drafts == expected.drafts
             rows = theirs.rows(0, 6)[:, :, 0].transpose(0, 1, 3, 2, 4).reshape(4, 6, -1)

@@ -1,4 +1,6 @@
-"""A model of half a billion weights becomes an int4 package on a small machine: how much memory and time that takes."""
+"""A model of half a billion weights becomes an int4 package on a small machine: how much memory and
+time that takes.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ from tests.runtime.scripted import TEMPLATE, make_tokenizer  # noqa: E402
 pytestmark = pytest.mark.slow
 
 SIZES = {
-    "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-    "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 """Those of Qwen2 0.5 B."""
 STREAMS = StreamConfig(gamma=3, msa_layers=4, lora_rank=0)
 PEAK_BYTES = 6 << 30
@@ -67,7 +74,9 @@ def write_base(folder: Path) -> Path:
 
 
 def write_streams_alone(folder: Path, base: Path) -> Path:
-    """An adapter of streams that draft at random, made from a base of the same width and one layer more than theirs."""
+    """An adapter of streams that draft at random, made from a base of the same width and one layer
+    more than theirs.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from ssdevice.adapters.settings import AdapterSettings, BaseIdentity
@@ -86,9 +95,25 @@ def test_half_a_billion_weights_become_an_int4_package(folder: Path, repository:
     base = write_base(folder / "base")
     adapter = write_streams_alone(folder / "adapter", base)
     command = [
-        sys.executable, "-m", "ssdevice", "export", "--model", str(base), "--adapter", f"app={adapter}",
-        "--target", "coreml", "--quant", "int4", "--context", "256", "--chunk", "32", "--out", str(folder / "bundle"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "ssdevice",
+        "export",
+        "--model",
+        str(base),
+        "--adapter",
+        f"app={adapter}",
+        "--target",
+        "coreml",
+        "--quant",
+        "int4",
+        "--context",
+        "256",
+        "--chunk",
+        "32",
+        "--out",
+        str(folder / "bundle"),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(repository)}
     clock = time.monotonic()
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
@@ -99,6 +124,10 @@ def test_half_a_billion_weights_become_an_int4_package(folder: Path, repository:
     made = Bundle.open(folder / "bundle")
     size = sum(entry.size for entry in made.manifest.files.values())
     with capsys.disabled():
-        print(f"\n{made.manifest.model.parameters / 1e6:.0f} M parameters to {size / 1e6:.0f} MB in {seconds:.0f} s")
-        print(f"peak {peak / 2**30:.2f} GiB, {used.ru_utime + used.ru_stime:.0f} s of CPU, load {os.getloadavg()}")
+        print(
+            f"\n{made.manifest.model.parameters / 1e6:.0f} M parameters to {size / 1e6:.0f} MB in {seconds:.0f} s"
+        )
+        print(
+            f"peak {peak / 2**30:.2f} GiB, {used.ru_utime + used.ru_stime:.0f} s of CPU, load {os.getloadavg()}"
+        )
     assert peak < PEAK_BYTES

@@ -40,26 +40,48 @@ from ssdevice.tree import Tree
 from tests.model.tiny import tiny_model
 
 TREE = Tree.of([[0], [1]])
-NAMES = sorted(value for key, value in vars(contract).items() if key.isupper() and isinstance(value, str))
+NAMES = sorted(
+    value for key, value in vars(contract).items() if key.isupper() and isinstance(value, str)
+)
 """Of tensors and functions."""
 
 
 def converted(family: str, function: str, out: Path) -> tuple[Package, dict[str, FunctionSpec]]:
     """One function of a tiny model with streams as a package, and what the contract says of it."""
-    model = build(tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), 24).eval()
+    model = build(
+        tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), 24
+    ).eval()
     backbone = model.backbone
     vocab = int(backbone.config.vocab_size)
     geometry = Geometry(
-        backbone.num_layers, backbone.kv_heads, backbone.head_dim, vocab, TREE.depth, TREE.width, TREE, 24, 5
+        backbone.num_layers,
+        backbone.kv_heads,
+        backbone.head_dim,
+        vocab,
+        TREE.depth,
+        TREE.width,
+        TREE,
+        24,
+        5,
     )
-    save({function: convert(function, model, geometry, Schedule.FUSED, CoreMLOptions())}, out, function)
-    return Package.open(out), {function: functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[function]}
+    save(
+        {function: convert(function, model, geometry, Schedule.FUSED, CoreMLOptions())},
+        out,
+        function,
+    )
+    return Package.open(out), {
+        function: functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[function]
+    }
 
 
 def named_like_ours(program: ExportedProgram) -> ExportedProgram:
     """A program whose operators have the contract's names, as far as it has so many."""
     given = {spec.arg.name for spec in program.graph_signature.output_specs}
-    calls = [node for node in program.graph.nodes if node.op == "call_function" and node.name not in given]
+    calls = [
+        node
+        for node in program.graph.nodes
+        if node.op == "call_function" and node.name not in given
+    ]
     for node, name in zip(calls, NAMES, strict=False):
         node.name = name
     return program
@@ -85,7 +107,9 @@ def test_names_of_a_program_are_free_for_its_signature() -> None:
     x = torch.ones(2)
     program = named_like_ours(functional(torch.export.export(Sums(), (x, x))))
     name_inputs(program, [CHUNK, ROOT])
-    made = to_program(program, [ct.TensorType(name=name) for name in (TOKENS, COUNT)], Deployment.IOS18)
+    made = to_program(
+        program, [ct.TensorType(name=name) for name in (TOKENS, COUNT)], Deployment.IOS18
+    )
     (function,) = made.functions.values()
     assert {KEYS, CHUNK, ROOT} == set(function.inputs)
     assert [output.name for output in function.outputs] == [TOKENS, COUNT]
@@ -93,8 +117,12 @@ def test_names_of_a_program_are_free_for_its_signature() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [STEP, PREFILL])
-def test_operators_of_any_name(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "functional", lambda program: named_like_ours(functional(program)))
+def test_operators_of_any_name(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        conversion, "functional", lambda program: named_like_ours(functional(program))
+    )
     package, specs = converted("llama", function, tmp_path / "model.mlpackage")
     check_package(package, specs, {function: function})
 

@@ -94,7 +94,9 @@ def test_another_function_under_a_name_is_refused():
 
 
 def test_a_state_of_another_size_is_refused():
-    wider = functions(replace(GEOMETRY, context=GEOMETRY.context + 32), CacheForm.INTERNAL, CACHE_DTYPE)
+    wider = functions(
+        replace(GEOMETRY, context=GEOMETRY.context + 32), CacheForm.INTERNAL, CACHE_DTYPE
+    )
     with pytest.raises(BundleError, match="state 'keys'"):
         check_package(Package.open(package()), wider, SAME)
 
@@ -112,7 +114,9 @@ def test_a_deployment_target_without_states_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "quant", [Quant.FP16, pytest.param(Quant.INT4, marks=pytest.mark.wide)], ids=lambda quant: quant.value
+    "quant",
+    [Quant.FP16, pytest.param(Quant.INT4, marks=pytest.mark.wide)],
+    ids=lambda quant: quant.value,
 )
 def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path: Path):
     small = shutil.copytree(package(quant), tmp_path / "small.mlpackage")
@@ -122,7 +126,9 @@ def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path
     whole, less = (EngineDriver(engine_of(path)) for path in (package(quant), small))
     assert whole.prefill(PROMPT[:5], 0) == less.prefill(PROMPT[:5], 0)
     for length in range(5, 12):
-        assert whole.step(length, [[1, 2], [3, 4]], length) == less.step(length, [[1, 2], [3, 4]], length)
+        assert whole.step(length, [[1, 2], [3, 4]], length) == less.step(
+            length, [[1, 2], [3, 4]], length
+        )
     assert np.array_equal(state_of(whole)[KEYS], state_of(less)[KEYS])
     with stored_weights(model(), program_of(less), FUNCTIONS):
         pass  # every matrix is found under its short name
@@ -131,12 +137,19 @@ def test_a_compact_program_is_small_and_computes_the_same(quant: Quant, tmp_path
 def test_the_state_is_cut_in_multiples_of_32():
     assert GEOMETRY.capacity % 32 == 0
     for state in Package.open(package()).spec(STEP).states:
-        assert state.shape == (GEOMETRY.layers, GEOMETRY.kv_heads, GEOMETRY.capacity, GEOMETRY.head_dim)
+        assert state.shape == (
+            GEOMETRY.layers,
+            GEOMETRY.kv_heads,
+            GEOMETRY.capacity,
+            GEOMETRY.head_dim,
+        )
         assert state.dtype == "float16"
 
 
 @pytest.mark.parametrize(
-    "write", [KVWrite.SLICE, pytest.param(KVWrite.MASK, marks=pytest.mark.slow)], ids=lambda write: write.value
+    "write",
+    [KVWrite.SLICE, pytest.param(KVWrite.MASK, marks=pytest.mark.slow)],
+    ids=lambda write: write.value,
 )
 def test_rows_go_where_the_length_says(write: KVWrite):
     driver = EngineDriver(engine_of(package(write=write)))
@@ -160,13 +173,17 @@ def test_a_step_writes_its_rows_and_no_others():
 
 
 def test_state_persists_and_is_shared_by_the_functions():
-    torch_driver = TorchDriver(model(), TREE, TREE.width, Schedule.FUSED, GEOMETRY.context, GEOMETRY.chunk)
+    torch_driver = TorchDriver(
+        model(), TREE, TREE.width, Schedule.FUSED, GEOMETRY.context, GEOMETRY.chunk
+    )
     driver = EngineDriver(engine_of(package(), precision="fp32"))
     with stored_weights(model(), program_of(driver), FUNCTIONS):
         for at in (0, 5):
-            mine, theirs = driver.prefill(PROMPT[at : at + 5], at), torch_driver.prefill(PROMPT[at : at + 5], at)
+            mine = driver.prefill(PROMPT[at : at + 5], at)
+            theirs = torch_driver.prefill(PROMPT[at : at + 5], at)
             assert mine == theirs
-        root, length = mine[0], len(PROMPT)
+        root = mine[0]
+        length = len(PROMPT)
         for _ in range(6):
             following = driver.plain(root, length)
             assert following == torch_driver.plain(root, length)
@@ -178,7 +195,9 @@ def test_state_persists_and_is_shared_by_the_functions():
 
 
 @pytest.mark.parametrize(
-    "quant", [Quant.FP16, pytest.param(Quant.INT4, marks=pytest.mark.wide)], ids=lambda quant: quant.value
+    "quant",
+    [Quant.FP16, pytest.param(Quant.INT4, marks=pytest.mark.wide)],
+    ids=lambda quant: quant.value,
 )
 def test_functions_share_their_weights(quant: Quant):
     weights = {name: part(name, quant) / "Data/com.apple.CoreML/weights" for name in FUNCTIONS}
@@ -192,14 +211,21 @@ def test_functions_share_their_weights(quant: Quant):
     ("quant", "per_channel", "expected"),
     [
         (Quant.INT4, False, {"constexpr_blockwise_shift_scale"}),
-        pytest.param(Quant.INT8, False, {"constexpr_blockwise_shift_scale"}, marks=pytest.mark.slow),
+        pytest.param(
+            Quant.INT8, False, {"constexpr_blockwise_shift_scale"}, marks=pytest.mark.slow
+        ),
         pytest.param(Quant.INT4, True, {"constexpr_blockwise_shift_scale"}, marks=pytest.mark.slow),
         pytest.param(
-            Quant.PALETTE4, False, {"constexpr_blockwise_shift_scale", "constexpr_lut_to_dense"}, marks=pytest.mark.slow
+            Quant.PALETTE4,
+            False,
+            {"constexpr_blockwise_shift_scale", "constexpr_lut_to_dense"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_every_matrix_is_compressed_and_tables_are_not(quant: Quant, per_channel: bool, expected: set[str]):
+def test_every_matrix_is_compressed_and_tables_are_not(
+    quant: Quant, per_channel: bool, expected: set[str]
+):
     opened = Package.open(package(quant, per_channel=per_channel))
     for function in opened.functions.values():
         kinds = function.makers
@@ -236,7 +262,9 @@ def test_writing_by_mask_is_the_same(schedule: Schedule):
     check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)
 
 
-@pytest.mark.parametrize("quant", [Quant.FP16, pytest.param(Quant.INT8, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "quant", [Quant.FP16, pytest.param(Quant.INT8, marks=pytest.mark.slow)], ids=str
+)
 def test_half_precision_does_not_change_the_tokens(quant: Quant):
     driver = oracle_driver(package(quant), precision="fp16")
     check(drive(driver, PROMPT), driver, row_tolerance=0.0, perturbation_tolerance=0.0)

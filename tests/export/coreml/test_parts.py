@@ -17,7 +17,9 @@ from tests.model.tiny import MODELS, tiny_model  # noqa: E402
 CALLS_LAYER_NORM = ("OlmoLayerNorm", "NemotronLayerNorm1P")
 
 
-def weight(shape: tuple[int, int], lookup: bool = False, name: str = "p_module_model_w_to_fp16") -> Weight:
+def weight(
+    shape: tuple[int, int], lookup: bool = False, name: str = "p_module_model_w_to_fp16"
+) -> Weight:
     return Weight(name, shape, lookup)
 
 
@@ -44,9 +46,11 @@ def test_scheme_of_a_weight(made: Weight, quant: Quant, per_channel: bool, schem
 @pytest.mark.parametrize("length", [0, 3, 9])
 def test_writing_by_mask_is_writing_by_slice(length: int):
     torch.manual_seed(0)
-    state, rows = torch.randn(2, 3, 12, 4).half(), torch.randn(2, 3, 3, 4).half()
+    state = torch.randn(2, 3, 12, 4).half()
+    rows = torch.randn(2, 3, 3, 4).half()
     at = torch.tensor([length], dtype=torch.int32)
-    sliced, masked = state.clone(), state.clone()
+    sliced = state.clone()
+    masked = state.clone()
     coreml_ops.write_slice(sliced, rows, at)
     coreml_ops.write_masked(masked, rows, at)
     assert torch.equal(sliced, masked)
@@ -63,7 +67,9 @@ def test_every_norm_is_one_operation_or_has_a_half_form(family: str):
     ]
     assert norms
     for part in norms:
-        one_operation = isinstance(part, torch.nn.LayerNorm) or type(part).__name__ in CALLS_LAYER_NORM
+        one_operation = (
+            isinstance(part, torch.nn.LayerNorm) or type(part).__name__ in CALLS_LAYER_NORM
+        )
         assert one_operation or half_norm(part) is not None, type(part).__name__
 
 
@@ -88,15 +94,21 @@ def test_half_precision_leaves_the_model_as_it_is():
 
 def test_core_ml_choices_are_refused_for_other_targets(tmp_path):
     with pytest.raises(ConfigError, match="--kv-write"):
-        ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(CoreMLOptions(KVWrite.MASK),))
+        ExportOptions(
+            "m", "onnx", Quant.INT8, tmp_path, target_options=(CoreMLOptions(KVWrite.MASK),)
+        )
     with pytest.raises(ConfigError, match="--per-channel"):
-        ExportOptions("m", "coreml", Quant.INT8, tmp_path, target_options=(CoreMLOptions(per_channel=True),))
+        ExportOptions(
+            "m", "coreml", Quant.INT8, tmp_path, target_options=(CoreMLOptions(per_channel=True),)
+        )
     with pytest.raises(ConfigError, match="--deployment-target"):
         chosen = CoreMLOptions(deployment_target=Deployment.IOS26)
         ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(chosen,))
 
 
-@pytest.mark.parametrize(("text", "target"), [("iOS18", "iOS18"), ("macos15", "iOS18"), ("macOS26", "iOS26")])
+@pytest.mark.parametrize(
+    ("text", "target"), [("iOS18", "iOS18"), ("macos15", "iOS18"), ("macOS26", "iOS26")]
+)
 def test_systems_of_one_age_are_one_deployment_target(text: str, target: str):
     assert Deployment(text) == target
 

@@ -22,9 +22,17 @@ from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [0, 0]])
 GEOMETRY = Geometry(
-    layers=2, kv_heads=2, head_dim=8, vocab=VOCAB, gamma=TREE.depth, k=TREE.width, tree=TREE, context=24, chunk=5,
+    layers=2,
+    kv_heads=2,
+    head_dim=8,
+    vocab=VOCAB,
+    gamma=TREE.depth,
+    k=TREE.width,
+    tree=TREE,
+    context=24,
+    chunk=5,
     hidden=32,
-)  # fmt: skip
+)
 
 
 @cache
@@ -33,7 +41,11 @@ def model(mode: Mode = Mode.SHARED) -> StreamModel:
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(
-        "llama", num_hidden_layers=2, intermediate_size=64, tie_word_embeddings=True, attention_bias=True
+        "llama",
+        num_hidden_layers=2,
+        intermediate_size=64,
+        tie_word_embeddings=True,
+        attention_bias=True,
     )
     hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     randomise(hf, 1)
@@ -55,13 +67,21 @@ def package(
     per_channel: bool = False,
     choosing: bool = False,
 ) -> Path:
-    """The three functions, each program with its weights stored as an export stores them; ``choosing``: all six."""
+    """The three functions, each program with its weights stored as an export stores them;
+    ``choosing``: all six.
+    """
     names = FUNCTIONS + CHOOSING if choosing else FUNCTIONS
 
     def make(out: Path) -> None:
-        save({name: program(name, quant, mode, schedule, write, per_channel) for name in names}, out, STEP)
+        save(
+            {name: program(name, quant, mode, schedule, write, per_channel) for name in names},
+            out,
+            STEP,
+        )
 
-    return made_once(f"coreml/{quant}-{mode}-{schedule}-{write}-{per_channel}-{choosing}.mlpackage", make)
+    return made_once(
+        f"coreml/{quant}-{mode}-{schedule}-{write}-{per_channel}-{choosing}.mlpackage", make
+    )
 
 
 @cache
@@ -69,13 +89,19 @@ def part(name: str, quant: Quant) -> Path:
     """One function as a package of its own."""
 
     def make(out: Path) -> None:
-        save({name: program(name, quant, Mode.SHARED, Schedule.FUSED, KVWrite.SLICE, False)}, out, name)
+        save(
+            {name: program(name, quant, Mode.SHARED, Schedule.FUSED, KVWrite.SLICE, False)},
+            out,
+            name,
+        )
 
     return made_once(f"coreml/{name}-{quant}.mlpackage", make)
 
 
 @cache
-def program(name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWrite, per_channel: bool) -> Any:
+def program(
+    name: str, quant: Quant, mode: Mode, schedule: Schedule, write: KVWrite, per_channel: bool
+) -> Any:
     """One function. Only ``step`` depends on the schedule."""
     if name != STEP and schedule is not Schedule.DEFERRED:
         return program(name, quant, mode, Schedule.DEFERRED, write, per_channel)

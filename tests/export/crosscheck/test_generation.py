@@ -55,10 +55,30 @@ def test_settings_that_change_greedy_answers_are_named(asked: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "asked",
     [
-        {"eos_token_id": [1, 2], "pad_token_id": 0, "bos_token_id": 1, "max_new_tokens": 9, "max_length": 20},
-        {"repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0, "guidance_scale": 1},
-        {"suppress_tokens": [], "bad_words_ids": None, "token_healing": False, "length_penalty": 2.0},
-        {"chat_format": "chatml", "max_window_size": 6144},  # Qwen's own, which transformers does not know
+        {
+            "eos_token_id": [1, 2],
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "max_new_tokens": 9,
+            "max_length": 20,
+        },
+        {
+            "repetition_penalty": 1.0,
+            "num_beams": 1,
+            "no_repeat_ngram_size": 0,
+            "min_length": 0,
+            "guidance_scale": 1,
+        },
+        {
+            "suppress_tokens": [],
+            "bad_words_ids": None,
+            "token_healing": False,
+            "length_penalty": 2.0,
+        },
+        {
+            "chat_format": "chatml",
+            "max_window_size": 6144,
+        },  # Qwen's own, which transformers does not know
     ],
     ids=str,
 )
@@ -71,7 +91,9 @@ def test_sampling_is_named_once_and_gently() -> None:
     assert notes == (
         "generation_config.json asks for sampling (temperature=0.6, top_p=0.9); the bundle decodes greedily",
     )
-    assert generation_notes(GenerationConfig(temperature=0.6)) == ()  # without do_sample it says nothing
+    assert (
+        generation_notes(GenerationConfig(temperature=0.6)) == ()
+    )  # without do_sample it says nothing
 
 
 def test_long_values_are_cut() -> None:
@@ -101,10 +123,20 @@ def test_the_settings_are_those_with_which_transformers_opens_the_folder(tmp_pat
 
 
 ALL = {
-    "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9,
-    "repetition_penalty": 1.1, "no_repeat_ngram_size": 4, "min_new_tokens": 2, "min_length": 9,
-    "suppress_tokens": [5], "begin_suppress_tokens": [6, 7], "bad_words_ids": [[1], [2, 3]],
-}  # fmt: skip
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "typical_p": 0.9,
+    "repetition_penalty": 1.1,
+    "no_repeat_ngram_size": 4,
+    "min_new_tokens": 2,
+    "min_length": 9,
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [6, 7],
+    "bad_words_ids": [[1], [2, 3]],
+}
 
 
 def folder_that_asks(folder: Path, asked: dict[str, Any]) -> Path:
@@ -123,17 +155,29 @@ def test_what_a_host_applies_is_in_the_manifest_and_not_in_notes(tmp_path: Path)
         "settings that a bundle does not apply: num_beams=2: generate() of transformers gives other answers",
         "sampling (top_h=0.3); the bundle does not apply this",
     ]
-    for off in ({"eos_token_id": 2}, {"top_k": 0, "top_p": 1.0, "suppress_tokens": [], "repetition_penalty": 1.0}):
+    for off in (
+        {"eos_token_id": 2},
+        {"top_k": 0, "top_p": 1.0, "suppress_tokens": [], "repetition_penalty": 1.0},
+    ):
         assert model_sampling(folder_that_asks(tmp_path, off), 300) is None
-    assert model_sampling(folder_that_asks(tmp_path, {"do_sample": True}), 300) == ModelSampling(True)
+    assert model_sampling(folder_that_asks(tmp_path, {"do_sample": True}), 300) == ModelSampling(
+        True
+    )
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"top_p": 0.0}, {"temperature": -1.0}, {"temperature": "hot"}, {"suppress_tokens": [300]}, {"bad_words_ids": [[]]},
-     {"top_k": 1.5}, {"temperature": 1e9}],
+    [
+        {"top_p": 0.0},
+        {"temperature": -1.0},
+        {"temperature": "hot"},
+        {"suppress_tokens": [300]},
+        {"bad_words_ids": [[]]},
+        {"top_k": 1.5},
+        {"temperature": 1e9},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_no_host_could_apply_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"generation_config\.json"):
         model_sampling(folder_that_asks(tmp_path, {"do_sample": True, **wrong}), 300)

@@ -27,7 +27,9 @@ def expected_of(hf: Any) -> Expected:
 
 
 def deep(model_type: str, layers: int, scale: float) -> Any:
-    """A random model whose rounding grows with depth; ``scale``: of all weights, which saturates its attention."""
+    """A random model whose rounding grows with depth; ``scale``: of all weights, which saturates
+    its attention.
+    """
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(model_type, num_hidden_layers=layers, hidden_size=64)
@@ -64,12 +66,16 @@ def swapped_layers(model: StreamModel) -> None:
 def rope_without_its_factor(model: StreamModel) -> None:
     for name in ("rope_cos_", "rope_sin_"):
         table = model.backbone.get_buffer(name)
-        model.backbone.register_buffer(name, table.repeat_interleave(2, 0)[: len(table)], persistent=False)
+        model.backbone.register_buffer(
+            name, table.repeat_interleave(2, 0)[: len(table)], persistent=False
+        )
 
 
 def rope_of_other_channels(model: StreamModel) -> None:
     for name in ("rope_cos_", "rope_sin_"):
-        model.backbone.register_buffer(name, model.backbone.get_buffer(name).roll(1, -1), persistent=False)
+        model.backbone.register_buffer(
+            name, model.backbone.get_buffer(name).roll(1, -1), persistent=False
+        )
 
 
 def rope_that_begins_anew_in_every_chunk(model: StreamModel) -> None:
@@ -117,7 +123,9 @@ def test_a_fault_is_refused(plant: Callable[[StreamModel], None]) -> None:
     hf = tiny_model("llama")
     model = build(copy.deepcopy(hf), None, 64).eval()
     plant(model)
-    with pytest.raises(ParityError, match=r"my model: the logits at token \d+ of a text of 40 differ"):
+    with pytest.raises(
+        ParityError, match=r"my model: the logits at token \d+ of a text of 40 differ"
+    ):
         compare_logits(model, expected_of(hf), "my model")
 
 

@@ -29,12 +29,18 @@ def copy(name: str) -> Tokenizer:
 
 
 def write_llama(folder: Path, **config: Any) -> Path:
-    """Its texts begin with a space behind special tokens too, which the class ``LlamaTokenizer`` may not do."""
+    """Its texts begin with a space behind special tokens too, which the class ``LlamaTokenizer``
+    may not do.
+    """
     tokenizer = copy("byte_fallback")
     tokenizer.pre_tokenizer = None  # type: ignore[assignment]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     config = {"tokenizer_class": "LlamaTokenizer", **NAMED, **config}
-    return write_folder(folder, tokenizer, CHATML, tokenizer_config=config, config={"model_type": "llama"})
+    return write_folder(
+        folder, tokenizer, CHATML, tokenizer_config=config, config={"model_type": "llama"}
+    )
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -44,9 +50,13 @@ def test_a_right_tokenizer_passes(tmp_path: Path, template: str | None, name: st
     assert compare_prompts(open_tokenizer(folder), folder) == ()
 
 
-def test_what_a_tokenizer_puts_behind_every_text_is_no_part_of_a_plain_prompt(tmp_path: Path) -> None:
+def test_what_a_tokenizer_puts_behind_every_text_is_no_part_of_a_plain_prompt(
+    tmp_path: Path,
+) -> None:
     tokenizer = copy("byte_level")
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     folder = write_folder(tmp_path, tokenizer, None)
     assert compare_prompts(open_tokenizer(folder), folder) == ()
 
@@ -56,7 +66,10 @@ def test_special_tokens_that_a_normalizer_renames_are_no_text(tmp_path: Path) ->
     content = json.loads(copy("byte_fallback").to_str())
     prepend = {"type": "Prepend", "prepend": "▁"}
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    content |= {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": [prepend, replace_spaces]}}
+    content |= {
+        "pre_tokenizer": None,
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace_spaces]},
+    }
     for token in content["added_tokens"]:
         token["normalized"] = True
     folder = write_folder(tmp_path, Tokenizer.from_str(json.dumps(content)), CHATML)
@@ -92,13 +105,18 @@ def spoken(tokenizer: Tokenizer) -> None:
         (shown, r"the ids of the text 'a <\|eot_id\|> b.* are shown as"),
         (spoken, r"""the ids of the text "  two  spaces.* are shown as "  2 """),
     ],
-)  # fmt: skip
-def test_another_tokenizer_is_named(tmp_path: Path, fault: Callable[[Tokenizer], None], message: str) -> None:
+)
+def test_another_tokenizer_is_named(
+    tmp_path: Path, fault: Callable[[Tokenizer], None], message: str
+) -> None:
     folder = write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML)
     right = open_tokenizer(folder)
     tokenizer = copy("byte_level")
     fault(tokenizer)
-    with pytest.raises(InputError, match=rf"{folder.name}: the tokenizer differs from that of transformers: {message}"):
+    with pytest.raises(
+        InputError,
+        match=rf"{folder.name}: the tokenizer differs from that of transformers: {message}",
+    ):
         compare_prompts(ChatTokenizer(tokenizer, right.chat), folder)
 
 
@@ -106,13 +124,16 @@ def test_another_tokenizer_is_named(tmp_path: Path, fault: Callable[[Tokenizer],
     ("template", "message"),
     [
         (CHATML.replace("'\\n' }}", "'\\n\\n' }}"), "the prompt user: 'probe' has the ids"),
-        (CHATML.replace("| trim", ""), r"the prompt user: 'probe' / assistant: 'an answer' / user: ' and more\\n' has"),
+        (
+            CHATML.replace("| trim", ""),
+            r"the prompt user: 'probe' / assistant: 'an answer' / user: ' and more\\n' has",
+        ),
         (
             "{%- if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML,
             "the prompt system: .* has the ids none, because the template refuses it, with transformers",
         ),
     ],
-)  # fmt: skip
+)
 def test_another_template_is_named(tmp_path: Path, template: str, message: str) -> None:
     folder = write_folder(tmp_path / "right", TOKENIZERS["byte_level"], CHATML)
     wrong = open_tokenizer(write_folder(tmp_path / "wrong", TOKENIZERS["byte_level"], template))
@@ -120,7 +141,9 @@ def test_another_template_is_named(tmp_path: Path, template: str, message: str) 
         compare_prompts(wrong, folder)
 
 
-def test_a_renderer_that_ends_is_no_refusal_of_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renderer_that_ends_is_no_refusal_of_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_folder(tmp_path, TOKENIZERS["byte_level"], ONE_QUESTION["counted"])
     tokenizer = open_tokenizer(folder)
 
@@ -135,13 +158,18 @@ def test_a_renderer_that_ends_is_no_refusal_of_the_template(tmp_path: Path, monk
 def test_every_listed_token_is_asked(tmp_path: Path) -> None:
     files = {
         "tokenizer_config": {
-            **CONFIG, "added_tokens_decoder": {"400": {"content": "<a>"}}, "image_token": "<b>",
-            "extra_special_tokens": {"c_token": "<c>"}, "additional_special_tokens": [{"content": "<d>"}, "<e>"],
-            "add_bos_token": True, "model_max_length": 7, "pad_token": None,
+            **CONFIG,
+            "added_tokens_decoder": {"400": {"content": "<a>"}},
+            "image_token": "<b>",
+            "extra_special_tokens": {"c_token": "<c>"},
+            "additional_special_tokens": [{"content": "<d>"}, "<e>"],
+            "add_bos_token": True,
+            "model_max_length": 7,
+            "pad_token": None,
         },
         "special_tokens_map": {"unk_token": {"content": "<f>", "lstrip": True}},
         "added_tokens": {"<g>": 500},
-    }  # fmt: skip
+    }
     names = special_names(write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML, **files))
     assert set(names) >= {"<|im_start|>", "<s>", *(f"<{letter}>" for letter in "abcdefg")}
     assert not {"7", "True", "None", ""} & set(names)
@@ -149,11 +177,18 @@ def test_every_listed_token_is_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True, None])
 def test_a_class_that_does_not_read_its_file_is_a_note(tmp_path: Path, legacy: bool | None) -> None:
-    """``LlamaTokenizer`` of transformers 5 splits texts by ``legacy`` and not as the model was trained."""
+    """``LlamaTokenizer`` of transformers 5 splits texts by ``legacy`` and not as the model was
+    trained.
+    """
     folder = write_llama(tmp_path, **({} if legacy is None else {"legacy": legacy}))
     (note,) = compare_prompts(open_tokenizer(folder), folder)
-    assert note.startswith("LlamaTokenizer of transformers does not split texts as tokenizer.json says: the ")
-    for options in ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "TokenizersBackend"}):
+    assert note.startswith(
+        "LlamaTokenizer of transformers does not split texts as tokenizer.json says: the "
+    )
+    for options in (
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"tokenizer_class": "TokenizersBackend"},
+    ):
         assert compare_prompts(open_tokenizer(folder), write_llama(tmp_path, **options)) == ()
 
 
@@ -166,14 +201,19 @@ def test_faults_beside_such_a_class_are_refused(tmp_path: Path) -> None:
         compare_prompts(ChatTokenizer(wrong, right.chat), folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_prefix_space": False}))
-    with pytest.raises(InputError, match=r"'add_prefix_space' is False, and tokenizer\.json does not do so"):
+    with pytest.raises(
+        InputError, match=r"'add_prefix_space' is False, and tokenizer\.json does not do so"
+    ):
         compare_prompts(open_tokenizer(folder), folder)
 
 
 def test_stops_and_plainness_are_not_prompts(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, TOKENIZERS["byte_level"], CHATML)
     right = open_tokenizer(folder)
-    assert compare_prompts(ChatTokenizer(right.tokenizer, replace(right.chat, stop_ids=(7,))), folder) == ()
+    assert (
+        compare_prompts(ChatTokenizer(right.tokenizer, replace(right.chat, stop_ids=(7,))), folder)
+        == ()
+    )
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -20,7 +20,8 @@ from tests.export.models import write_adapter, write_base, write_lora
 from tests.once import made_once
 
 TREE = Tree.of([[0], [1], [1, 0]])
-CONTEXT, CHUNK = 24, 5
+CONTEXT = 24
+CHUNK = 5
 QUICK = (Quant.FP32, Mode.SHARED, Schedule.DEFERRED)
 
 
@@ -70,7 +71,9 @@ def choosing() -> Bundle:
 @cache
 def _bundle(quant: Quant, mode: Mode, schedule: Schedule) -> Bundle:
     def export(out: Path) -> None:
-        asked = replace(options(quant, mode, schedule, out), target_options=(ExecutorchOptions(logits=True),))
+        asked = replace(
+            options(quant, mode, schedule, out), target_options=(ExecutorchOptions(logits=True),)
+        )
         asked = replace(asked, choose=(quant, mode, schedule) != QUICK)
         export_bundle(asked, lambda *_: None)
 
@@ -87,13 +90,23 @@ def job(quant: Quant, mode: Mode, schedule: Schedule, out: Path) -> ExportJob:
 
 @cache
 def draft_layers(quant: Quant = Quant.INT8) -> Bundle:
-    """A bundle whose drafts, of a draft vocabulary, come from a layer of its own; its host can choose tokens."""
+    """A bundle whose drafts, of a draft vocabulary, come from a layer of its own; its host can
+    choose tokens.
+    """
     own = {"msa_layers": 0, "adapter_rank": 0, "draft_layers": 1, "draft_vocabulary": 40}
-    made = made_once("executorch/own", partial(write_adapter, base=base(), mode=Mode.LOSSLESS, gamma=2, **own))
+    made = made_once(
+        "executorch/own", partial(write_adapter, base=base(), mode=Mode.LOSSLESS, gamma=2, **own)
+    )
 
     def export(out: Path) -> None:
-        asked = replace(options(quant, Mode.LOSSLESS, Schedule.DEFERRED, out), adapters=(("app", made),), choose=True)
-        export_bundle(replace(asked, target_options=(ExecutorchOptions(logits=True),)), lambda *_: None)
+        asked = replace(
+            options(quant, Mode.LOSSLESS, Schedule.DEFERRED, out),
+            adapters=(("app", made),),
+            choose=True,
+        )
+        export_bundle(
+            replace(asked, target_options=(ExecutorchOptions(logits=True),)), lambda *_: None
+        )
 
     return Bundle.open(made_once(f"executorch/own-{quant}", export))
 
@@ -114,7 +127,9 @@ def two_apps(mode: Mode) -> tuple[tuple[str, Path], ...]:
 
 
 @cache
-def slots(mode: Mode = Mode.SHARED, quant: Quant = Quant.INT8, schedule: Schedule = Schedule.DEFERRED) -> Bundle:
+def slots(
+    mode: Mode = Mode.SHARED, quant: Quant = Quant.INT8, schedule: Schedule = Schedule.DEFERRED
+) -> Bundle:
     """A bundle of the apps ``one`` and ``two`` over one base, whose host can choose tokens.
 
     Its steps do not give their logits.

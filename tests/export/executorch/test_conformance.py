@@ -26,9 +26,14 @@ PROMPT = [7, 21, 3, 44, 9, 30, 12]
 @pytest.mark.parametrize(
     "combination",
     [
-        pytest.param(combination, marks=pytest.mark.lowering if combination == programs.QUICK else pytest.mark.slow)
+        pytest.param(
+            combination,
+            marks=pytest.mark.lowering if combination == programs.QUICK else pytest.mark.slow,
+        )
         for combination in itertools.product(
-            (Quant.FP32, Quant.INT8, Quant.INT4), (Mode.SHARED, Mode.LOSSLESS), (Schedule.DEFERRED, Schedule.FUSED)
+            (Quant.FP32, Quant.INT8, Quant.INT4),
+            (Mode.SHARED, Mode.LOSSLESS),
+            (Schedule.DEFERRED, Schedule.FUSED),
         )
     ],
     ids="-".join,
@@ -64,7 +69,9 @@ def test_sampled_output_has_the_bits_of_plain_output(sampling: Sampling) -> None
     bundle = programs.slots()
     for app in ("one", "two"):
         engine = open_engine(bundle, app, EngineOptions())
-        assert check_forced_drafts(engine, sampling, exactly=True) == set(range(1, bundle.geometry.tree.emitted + 1))
+        assert check_forced_drafts(engine, sampling, exactly=True) == set(
+            range(1, bundle.geometry.tree.emitted + 1)
+        )
 
 
 @pytest.mark.lowering
@@ -73,7 +80,9 @@ def test_apps_without_streams_sample_plainly_and_greedy_answers_stay() -> None:
         assert {VERIFY_PLAIN} == session.engine.functions & {VERIFY, VERIFY_PLAIN, DRAFT}
         greedy = list(session.generate("a b", max_tokens=9))
         answers = [
-            list(session.generate("a b", max_tokens=9, sampling=Sampling(seed=seed, temperature=2.0)))
+            list(
+                session.generate("a b", max_tokens=9, sampling=Sampling(seed=seed, temperature=2.0))
+            )
             for seed in (1, 1, 2)
         ]
         assert answers[0] == answers[1] != answers[2]
@@ -84,7 +93,7 @@ def conform(engine: Engine) -> None:
     driver = OracleDriver(engine)
     facts = drive(driver, PROMPT, seed=1)
     assert np.isfinite(driver.rows(0, driver.context)).all()
-    # Every row stands in the column of its position, so plain decoding adds the same numbers in the same order;
-    # rejected rows share no scale with others. Neither changes a bit.
+    # Every row stands in the column of its position, so plain decoding adds the same numbers in the
+    # same order; rejected rows share no scale with others. Neither changes a bit.
     check(facts, driver, 0.0, perturbation_tolerance=0.0)
     engine.close()

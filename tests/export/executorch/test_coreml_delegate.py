@@ -1,4 +1,6 @@
-"""ExecuTorch programs with Core ML delegates: the very file, run instruction by instruction, is plain decoding."""
+"""ExecuTorch programs with Core ML delegates: the very file, run instruction by instruction, is
+plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -101,10 +103,15 @@ def test_conversations_keep_their_rows() -> None:
         root = alone.prefill(tokens)
         alone.length = len(tokens)
         answers.append([root, alone.step_plain(root)])
-    first, second = engine.new_conversation(), engine.new_conversation()
+    first = engine.new_conversation()
+    second = engine.new_conversation()
     roots = first.prefill([7, 21, 3]), second.prefill([44, 9])
-    first.length, second.length = 3, 2
-    assert [[roots[0], first.step_plain(roots[0])], [roots[1], second.step_plain(roots[1])]] == answers
+    first.length = 3
+    second.length = 2
+    assert [
+        [roots[0], first.step_plain(roots[0])],
+        [roots[1], second.step_plain(roots[1])],
+    ] == answers
     engine.close()
 
 
@@ -112,12 +119,22 @@ def test_the_gate_finds_a_program_of_other_weights(tmp_path: Path) -> None:
     wanted = options(*QUICK, tmp_path / "bundle")
     target = exporter(wanted)
     plan = make_plan(wanted, target)
-    job = ExportJob(plan, load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma), lambda *_: None)
+    job = ExportJob(
+        plan,
+        load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma),
+        lambda *_: None,
+    )
     shutil.copy(bundle(*QUICK).file(PROGRAM), tmp_path / "model.pte")
     made = TargetResult({}, bundle(*QUICK).manifest.cache, "float32")
     assert target.gate(job, tmp_path, made)["counts"] == plan.geometry.tree.emitted
-    other = ExportJob(plan, load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma), lambda *_: None)
-    weight = next(p for name, p in other.loaded.model.named_parameters() if name.endswith("down_proj.weight"))
+    other = ExportJob(
+        plan,
+        load(plan.folder, plan.adapter, programs.CONTEXT, plan.geometry.gamma),
+        lambda *_: None,
+    )
+    weight = next(
+        p for name, p in other.loaded.model.named_parameters() if name.endswith("down_proj.weight")
+    )
     with torch.no_grad():
         weight.copy_(weight.roll(1, 0))
     with pytest.raises(ParityError, match="down_proj"):
@@ -127,17 +144,35 @@ def test_the_gate_finds_a_program_of_other_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (b'"functionName": "prefill"', b'"functionName": "step",  ', "not a whole ExecuTorch program"),
-        (b'"functionName": "prefill"', b'"functionName": "another"', "not a whole ExecuTorch program"),
+        (
+            b'"functionName": "prefill"',
+            b'"functionName": "step",  ',
+            "not a whole ExecuTorch program",
+        ),
+        (
+            b'"functionName": "prefill"',
+            b'"functionName": "another"',
+            "not a whole ExecuTorch program",
+        ),
         # The folder of the package is written backwards.
         (b'"weight.bin":1'[::-1], b'"../ght.bin":1'[::-1], "a folder with an entry"),
         (b'"weight.bin":1'[::-1], b'"weight.bin":2'[::-1], "not a whole ExecuTorch program"),
         (b'"name":"Manifest.json"'[::-1], b'"name":"Manifest.json"'[::-1], ""),
-        (b'"rootModelIdentifier"', b'"ROOTModelIdentifier"', "model.pte/model.mlpackage/Manifest.json"),
-        (b"aten::index_put_\0", b"aten::index_PUT_\0", "calls aten::index_PUT_ outside its delegates"),
+        (
+            b'"rootModelIdentifier"',
+            b'"ROOTModelIdentifier"',
+            "model.pte/model.mlpackage/Manifest.json",
+        ),
+        (
+            b"aten::index_put_\0",
+            b"aten::index_PUT_\0",
+            "calls aten::index_PUT_ outside its delegates",
+        ),
     ],
 )
-def test_a_damaged_program_is_refused(tmp_path: Path, before: bytes, after: bytes, said: str) -> None:
+def test_a_damaged_program_is_refused(
+    tmp_path: Path, before: bytes, after: bytes, said: str
+) -> None:
     file = tmp_path / "model.pte"
     data = bundle(*QUICK).file(PROGRAM).read_bytes()
     assert before in data and len(before) == len(after)
@@ -154,10 +189,15 @@ def test_a_damaged_program_is_refused(tmp_path: Path, before: bytes, after: byte
     ("change", "said"),
     [
         ({"target": "onnx"}, "--delegate and --logits are ExecuTorch's"),
-        ({"target_options": (DELEGATE, CoreMLOptions(kv_write=KVWrite.MASK))}, "--kv-write belongs to the coreml"),
+        (
+            {"target_options": (DELEGATE, CoreMLOptions(kv_write=KVWrite.MASK))},
+            "--kv-write belongs to the coreml",
+        ),
     ],
 )
-def test_what_cannot_go_together_is_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:
+def test_what_cannot_go_together_is_refused(
+    change: dict[str, object], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(options(*QUICK, tmp_path), **change)  # type: ignore[arg-type]
 

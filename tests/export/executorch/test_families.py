@@ -26,7 +26,8 @@ from tests.conformance.oracle import check, drive
 from tests.model.tiny import MODELS, tiny_model
 
 TREE = Tree.of([[0], [1], [1, 0]])
-CONTEXT, CHUNK = 24, 5
+CONTEXT = 24
+CHUNK = 5
 PROMPT = [7, 21, 3, 44, 9, 30, 12]
 PROMPTS = {"opt-after": [15, 37, 32, 30, 57, 35, 18]}
 """Of families whose answer to the first is one token over and over."""
@@ -34,7 +35,9 @@ PROMPTS = {"opt-after": [15, 37, 32, 30, 57, 35, 18]}
 
 def tiny(family: str) -> tuple[StreamModel, Geometry]:
     """A model of two streams, and what an export of it would have."""
-    model = build(tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT).eval()
+    model = build(
+        tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT
+    ).eval()
     backbone = model.backbone
     geometry = Geometry(
         backbone.num_layers,
@@ -64,12 +67,17 @@ def test_every_node_commits_the_rows_of_plain_decoding(family: str, tmp_path: Pa
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     file = tmp_path / "model.pte"
     with quick():
-        programs = traced(specs, lambda name, spec: trace(name, spec, model, cast(ExportPlan, plan)), lambda *_: None)
+        programs = traced(
+            specs,
+            lambda name, spec: trace(name, spec, model, cast(ExportPlan, plan)),
+            lambda *_: None,
+        )
         lower(programs, partitioner(), constants_of(geometry, ()), file, lambda *_: None)
     windows = windows_of(model)
     with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:
         oracle = OracleDriver(engine, windows)
-        # A window shorter than a run keeps new rows behind the cache, where sums have another order.
+        # A window shorter than a run keeps new rows behind the cache, where sums have another
+        # order.
         facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)
         check(facts, oracle, 1e-4 if windows else 0.0, perturbation_tolerance=0.0)
 
@@ -86,10 +94,17 @@ def test_a_core_ml_delegate_commits_the_rows_of_plain_decoding(family: str, tmp_
     specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     file = tmp_path / "model.pte"
     with executorch_coreml.partitioner(plan, []) as parts:
-        programs = traced(specs, lambda name, spec: executorch_coreml.trace(name, spec, model, plan), lambda *_: None)
+        programs = traced(
+            specs,
+            lambda name, spec: executorch_coreml.trace(name, spec, model, plan),
+            lambda *_: None,
+        )
         delegated = lower(programs, parts, constants_of(geometry, ()), file, lambda *_: None)
     writes = 2 * geometry.layers
-    assert all(f" in 1 delegates, {writes} outside (most: index_put {writes})" in note for note in delegated)
+    assert all(
+        f" in 1 delegates, {writes} outside (most: index_put {writes})" in note
+        for note in delegated
+    )
     with closing(ExecutorchEngine(file, geometry, list(specs), EngineOptions())) as engine:
         oracle = OracleDriver(engine, windows_of(model))
         facts = drive(oracle, PROMPTS.get(family, PROMPT), seed=1)

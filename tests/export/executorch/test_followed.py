@@ -1,4 +1,6 @@
-"""Traced programs are followed product by product: a fault between two products of one deep layer is refused."""
+"""Traced programs are followed product by product: a fault between two products of one deep layer
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from tests.export.executorch.test_families import tiny
 from tests.export.faults import FAULTS
 from tests.model.tiny import MODELS
 
-LAYERS, LAYER = 24, 17
+LAYERS = 24
+LAYER = 17
 SLOW = pytest.mark.slow
 
 
@@ -54,14 +57,18 @@ def job_for(model: StreamModel) -> ExportJob:
     return job
 
 
-def traced(job: ExportJob, model: StreamModel, names: tuple[str, ...]) -> dict[str, ExportedProgram]:
+def traced(
+    job: ExportJob, model: StreamModel, names: tuple[str, ...]
+) -> dict[str, ExportedProgram]:
     specs = functions(job.plan.geometry, CacheForm.INTERNAL, CACHE_DTYPE)
     with quick():
         return {name: lowering.trace(name, specs[name], model, job.plan) for name in names}
 
 
 class Deep:
-    """The prefill of a model of 24 layers in INT8, traced once; faults are planted in its graph and removed again."""
+    """The prefill of a model of 24 layers in INT8, traced once; faults are planted in its graph and
+    removed again.
+    """
 
     def __init__(self) -> None:
         model = quantized(deep_model("llama", LAYERS), Quant.INT8)[0]
@@ -79,7 +86,9 @@ class Deep:
 
     def one(self, operator: str, layer: int = LAYER) -> fx.Node:
         """The only node of an operator in a layer."""
-        (found,) = (node for node in self.order if operator in str(node.target) and self.inside(node, layer))
+        (found,) = (
+            node for node in self.order if operator in str(node.target) and self.inside(node, layer)
+        )
         return found
 
     def inside(self, node: fx.Node, layer: int = LAYER) -> bool:
@@ -92,7 +101,9 @@ class Deep:
         g = self.job.plan.geometry
         spec = functions(g, CacheForm.INTERNAL, CACHE_DTYPE)[PREFILL]
         with held_values(self.job.loaded.model, Path()):
-            walk = Walk(self.job, TracedShown({PREFILL: self.program}, {PREFILL: spec}, g), QUANTIZED)
+            walk = Walk(
+                self.job, TracedShown({PREFILL: self.program}, {PREFILL: spec}, g), QUANTIZED
+            )
             prompt = random_prompt(g, g.chunk + g.chunk // 2)
             walk.prefill(prompt[: g.chunk], 0)
             walk.prefill(prompt[g.chunk :], g.chunk)
@@ -109,7 +120,9 @@ def deep() -> Deep:
 
 
 @contextmanager
-def changed(node: fx.Node, change: Callable[[Any], Any], reader: Callable[[fx.Node], bool]) -> Iterator[None]:
+def changed(
+    node: fx.Node, change: Callable[[Any], Any], reader: Callable[[fx.Node], bool]
+) -> Iterator[None]:
     """In this context the readers of a node get another value."""
     with node.graph.inserting_after(node):
         new = node.graph.call_function(change, (node,))
@@ -141,14 +154,18 @@ def stale_norm(deep: Deep) -> list[Change]:
 def rope_off_by_one(deep: Deep) -> list[Change]:
     tables = [node for node in deep.order if node.target is torch.ops.aten.embedding.default]
     shapes = {node for table in tables for node in table.users if "reshape" in str(node.target)}
-    rotating = [node for node in shapes if sum(deep.inside(user) for user in node.users) == 2]  # queries and keys
+    rotating = [
+        node for node in shapes if sum(deep.inside(user) for user in node.users) == 2
+    ]  # queries and keys
     assert len(rotating) == 2  # cosines and sines
     return [(node, lambda value: value.roll(-1, -2), deep.inside) for node in rotating]
 
 
 def missing_residual(deep: Deep) -> list[Change]:
     (added,) = deep.linear("mlp.down_proj").users
-    (residual,) = (node for node in added.all_input_nodes if node is not deep.linear("mlp.down_proj"))
+    (residual,) = (
+        node for node in added.all_input_nodes if node is not deep.linear("mlp.down_proj")
+    )
     return [(residual, torch.zeros_like, lambda user: user is added)]
 
 
@@ -157,7 +174,13 @@ def activation_off_by_1_percent(deep: Deep) -> list[Change]:
 
 
 def cache_rows_one_off(deep: Deep) -> list[Change]:
-    return [(deep.placeholder(f"values.{LAYER}"), lambda rows: rows.roll(1, -2), lambda user: "put" not in user.name)]
+    return [
+        (
+            deep.placeholder(f"values.{LAYER}"),
+            lambda rows: rows.roll(1, -2),
+            lambda user: "put" not in user.name,
+        )
+    ]
 
 
 def keys_written_one_off(deep: Deep) -> list[Change]:
@@ -170,9 +193,18 @@ def keys_written_one_off(deep: Deep) -> list[Change]:
 BETWEEN: dict[str, tuple[Callable[[Deep], list[Change]], str]] = {
     "stale norm": (stale_norm, f"layer {LAYER}, mlp"),
     "rope off by one": (rope_off_by_one, f"layer {LAYER}"),
-    "mask off by one": (masked(lambda mask: mask.roll(1, -1), 1), f"layer {LAYER}, self_attn.o_proj"),
-    "rows see the next one": (masked(lambda mask: mask.roll(-1, -2), 1), f"layer {LAYER}, self_attn.o_proj"),
-    "attention scaled": (masked(lambda scores: scores * 1.02, 0), f"layer {LAYER}, self_attn.o_proj"),
+    "mask off by one": (
+        masked(lambda mask: mask.roll(1, -1), 1),
+        f"layer {LAYER}, self_attn.o_proj",
+    ),
+    "rows see the next one": (
+        masked(lambda mask: mask.roll(-1, -2), 1),
+        f"layer {LAYER}, self_attn.o_proj",
+    ),
+    "attention scaled": (
+        masked(lambda scores: scores * 1.02, 0),
+        f"layer {LAYER}, self_attn.o_proj",
+    ),
     "activation off by 1 percent": (activation_off_by_1_percent, f"layer {LAYER}, mlp.down_proj"),
     "missing residual": (missing_residual, f"layer {LAYER + 1}, self_attn"),
     "cache rows one off": (cache_rows_one_off, f"layer {LAYER}, self_attn.o_proj"),
@@ -199,12 +231,16 @@ def test_a_fault_between_products_of_one_layer_is_refused_with_its_place(fault: 
 
 
 @pytest.mark.lowering
-def test_an_export_is_refused_before_it_is_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_is_refused_before_it_is_lowered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tidy = lowering.tidy
 
     def wrong(program: ExportedProgram) -> ExportedProgram:
         tidy(program)
-        last = [node for node in program.graph.nodes if node.target is torch.ops.aten.silu.default][-1]
+        last = [node for node in program.graph.nodes if node.target is torch.ops.aten.silu.default][
+            -1
+        ]
         last.target = torch.ops.aten.relu.default
         return program
 
@@ -218,21 +254,28 @@ def test_an_export_is_refused_before_it_is_lowered(tmp_path: Path, monkeypatch: 
         ExecutorchExporter().export(job, tmp_path)
 
 
-def follow(job: ExportJob, right: StreamModel, exported: StreamModel, quant: Quant) -> dict[str, float]:
+def follow(
+    job: ExportJob, right: StreamModel, exported: StreamModel, quant: Quant
+) -> dict[str, float]:
     """Trace every function of one model and follow it with another one as the reference."""
     specs = functions(job.plan.geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-    reference, model = quantized(right, quant)[0], quantized(exported, quant)[0]
+    reference = quantized(right, quant)[0]
+    model = quantized(exported, quant)[0]
     made = traced(job, model, tuple(specs))
     bounds = FLOAT32 if quant is Quant.FP32 else QUANTIZED
     with held_values(reference, Path()):
-        return follow_traced(replace(job, loaded=loaded(reference)), specs, made, bounds, lambda _: None)
+        return follow_traced(
+            replace(job, loaded=loaded(reference)), specs, made, bounds, lambda _: None
+        )
 
 
 @SLOW
 @pytest.mark.parametrize("quant", [Quant.FP32, Quant.INT8, Quant.INT4])
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("family", MODELS)
-def test_right_programs_of_every_family_are_accepted(family: str, folded: bool, quant: Quant) -> None:
+def test_right_programs_of_every_family_are_accepted(
+    family: str, folded: bool, quant: Quant
+) -> None:
     model, geometry = tiny(family)
     job = job_for(model)
     job.plan.geometry = geometry  # type: ignore[misc]
@@ -249,16 +292,20 @@ PLACES = {
     "a-stale-last-norm": "lm_head",
 }
 OF_ARTIFACTS = {
-    "saturating-products", "candidates-in-another-order", "cache-rows-one-off", "keys-and-values-swapped",
+    "saturating-products",
+    "candidates-in-another-order",
+    "cache-rows-one-off",
+    "keys-and-values-swapped",
     "one-token-too-many",
-}  # fmt: skip
+}
 """Faults of results or kernels, which a model that is traced does not have."""
 
 
 @SLOW
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name not in OF_ARTIFACTS])
 def test_programs_of_a_model_with_a_fault_in_one_layer_are_refused(fault: str) -> None:
-    right, wrong = deep_model("llama", LAYERS), deep_model("llama", LAYERS)
+    right = deep_model("llama", LAYERS)
+    wrong = deep_model("llama", LAYERS)
     torch.manual_seed(0)
     FAULTS[fault](SimpleNamespace(model=wrong), LAYER)  # type: ignore[arg-type]
     with pytest.raises(ParityError, match=PLACES.get(fault, f"layer {LAYER}")):

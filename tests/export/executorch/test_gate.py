@@ -55,21 +55,33 @@ def test_a_program_of_other_weights_is_refused(job: ExportJob, weight: str, mess
 
 
 @pytest.mark.slow
-def test_linears_quantized_by_weight_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They computed something else, without a word, and were the reason for the gate. ExecuTorch refuses some."""
+def test_linears_quantized_by_weight_alone_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They computed something else, without a word, and were the reason for the gate.
+
+    ExecuTorch refuses some.
+    """
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import IntxWeightOnlyConfig
 
     from ssdevice.export.executorch.quantization import quantized
 
-    def by_weight(model: target.StreamModel, quant: Quant) -> tuple[target.StreamModel, tuple[str, ...]]:
+    def by_weight(
+        model: target.StreamModel, quant: Quant
+    ) -> tuple[target.StreamModel, tuple[str, ...]]:
         _, notes = quantized(model, quant)
         import copy
 
         alone = copy.deepcopy(model)
-        alone.backbone.lm_head.weight = torch.nn.Parameter(alone.backbone.lm_head.weight.detach().clone())
-        quantize_(alone.backbone.layers, IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)))
+        alone.backbone.lm_head.weight = torch.nn.Parameter(
+            alone.backbone.lm_head.weight.detach().clone()
+        )
+        quantize_(
+            alone.backbone.layers,
+            IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
+        )
         return alone, notes
 
     monkeypatch.setattr(target, "quantized", by_weight)
@@ -84,12 +96,16 @@ def test_most_operators_are_delegated_and_the_rest_is_named() -> None:
     notes = [note for note in programs.bundle().manifest.notes if "delegates" in note]
     assert [note.split(":")[0] for note in notes] == ["step", "prefill", "step_plain"]
     for note in notes:
-        inside, outside = (int(part.split()[0]) for part in (note.split(": ")[1], note.split("delegates, ")[1]))
+        inside, outside = (
+            int(part.split()[0]) for part in (note.split(": ")[1], note.split("delegates, ")[1])
+        )
         assert inside > outside, note
 
 
 @pytest.mark.lowering
-@pytest.mark.parametrize(("schedule", "folded"), [(Schedule.DEFERRED, True), (Schedule.FUSED, False)])
+@pytest.mark.parametrize(
+    ("schedule", "folded"), [(Schedule.DEFERRED, True), (Schedule.FUSED, False)]
+)
 def test_stream_adapters_are_folded_where_streams_run_on_their_own(
     schedule: Schedule, folded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

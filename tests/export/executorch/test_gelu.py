@@ -1,4 +1,6 @@
-"""Both forms of GELU keep their values in a program: their difference is far above what rounding explains."""
+"""Both forms of GELU keep their values in a program: their difference is far above what rounding
+explains.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_gelu_computes_what_torch_does(form: str, tmp_path: Path) -> None:
     file = tmp_path / "model.pte"
     with torch.no_grad():
         expected = module(rows)
-        program = to_edge({"forward": torch.export.export(module, (rows,))}, partitioner(), {}).to_executorch()
+        program = to_edge(
+            {"forward": torch.export.export(module, (rows,))}, partitioner(), {}
+        ).to_executorch()
     file.write_bytes(program.buffer)
     method = Runtime.get().load_program(file).load_method("forward")
     assert method is not None

@@ -44,7 +44,8 @@ class Norms(nn.Module):
 
 @pytest.mark.parametrize("shape", [(1, 5, 6), (1, 2, 3, 6)])
 def test_norms_become_products(shape: tuple[int, ...]) -> None:
-    module, x = Norms(), torch.randn(shape)
+    module = Norms()
+    x = torch.randn(shape)
     with Products():
         program = tidy(torch.export.export(module, (x,), strict=False))
     found = operators(program)
@@ -62,10 +63,15 @@ class Views(nn.Module):
 
 
 def test_views_of_views_are_one_and_rows_that_stand_alone_are_no_copy() -> None:
-    module, x = Views(), torch.arange(6.0).reshape(2, 3)
-    program = tidy(torch.export.export(module, (x, torch.zeros(1, dtype=torch.int32)), strict=False))
+    module = Views()
+    x = torch.arange(6.0).reshape(2, 3)
+    program = tidy(
+        torch.export.export(module, (x, torch.zeros(1, dtype=torch.int32)), strict=False)
+    )
     found = operators(program)
-    assert not any("unsqueeze" in name or "index_select" in name or "select.int" in name for name in found)
+    assert not any(
+        "unsqueeze" in name or "index_select" in name or "select.int" in name for name in found
+    )
     for mine, theirs in zip(program.module()(x, int32(0)), module(x, int32(0)), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -90,7 +96,10 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
     names = ["keys", "values"] if stacked else state_names(geometry)
     assert [key for key, _ in form.named_buffers() if key in names] == names
     noise = torch.randn(2, *state_shape(geometry), generator=torch.Generator().manual_seed(0))
-    given = [torch.ones([int(size) for size in tensor.shape], dtype=torch.int32) for tensor in spec.inputs]
+    given = [
+        torch.ones([int(size) for size in tensor.shape], dtype=torch.int32)
+        for tensor in spec.inputs
+    ]
     given[-1] = int32(9)
     with torch.no_grad():
         for state, value in zip((form.keys, form.values), noise, strict=True):
@@ -103,7 +112,9 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
         if name == PLAIN:
             del given[1]
         out = form(*given)
-    assert [tuple(tensor.shape) for tensor in out] == [tuple(tensor.shape) for tensor in spec.outputs]
+    assert [tuple(tensor.shape) for tensor in out] == [
+        tuple(tensor.shape) for tensor in spec.outputs
+    ]
     assert torch.equal(out[0], expected.token if name == PREFILL else expected.tokens)
     for layer, (keys, values) in enumerate(expected.rows):
         for state, rows, before in ((form.keys, keys, noise[0]), (form.values, values, noise[1])):
@@ -114,7 +125,8 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.wide) for name in ("gemma2", "cohere"))]
+    "name",
+    ["llama", *(pytest.param(name, marks=pytest.mark.wide) for name in ("gemma2", "cohere"))],
 )
 def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None:
     model, geometry = small(name)
@@ -122,7 +134,10 @@ def test_a_tidied_step_computes_the_same_and_keeps_its_writes(name: str) -> None
         InternalCacheForm(
             STEP, function_module(STEP, asked, geometry, Schedule.DEFERRED), geometry, stacked=False
         ).eval()
-        for asked in (model, under(model, Operators(attention=partial(column_attention, placed=False))))
+        for asked in (
+            model,
+            under(model, Operators(attention=partial(column_attention, placed=False))),
+        )
     )
     given = (int32(5), torch.tensor([[4, 8], [15, 16]], dtype=torch.int32), int32(7))
     with torch.no_grad():

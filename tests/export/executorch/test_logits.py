@@ -30,12 +30,24 @@ def test_a_program_gives_no_logits_unless_asked(capsys: pytest.CaptureFixture[st
     finally:
         engine.close()
     assert ExecutorchTarget().logits_engine(bundle, "one", EngineOptions()) is None
-    given = [str(bundle.folder), "--app", "one", "--limit", "1", "--max-tokens", "4", "--json", "--quiet"]
+    given = [
+        str(bundle.folder),
+        "--app",
+        "one",
+        "--limit",
+        "1",
+        "--max-tokens",
+        "4",
+        "--json",
+        "--quiet",
+    ]
     assert main(["verify", *given]) == 0
     assert json.loads(capsys.readouterr().out)["equality"]["logits"].startswith("not measured")
 
 
-def test_with_logits_verify_measures_how_much_they_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_logits_verify_measures_how_much_they_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     bundle = programs.bundle()
     assert GIVES_LOGITS in bundle.manifest.notes
     engine = ExecutorchTarget().logits_engine(bundle, None, EngineOptions())
@@ -51,11 +63,18 @@ def test_with_logits_verify_measures_how_much_they_change(capsys: pytest.Capture
         assert np.argmax(conversation.logits, axis=1).tolist() == tokens and tokens[0] == token
     finally:
         engine.close()
-    assert main(["verify", str(bundle.folder), "--limit", "1", "--max-tokens", "4", "--json", "--quiet"]) == 0
+    assert (
+        main(
+            ["verify", str(bundle.folder), "--limit", "1", "--max-tokens", "4", "--json", "--quiet"]
+        )
+        == 0
+    )
     equality = json.loads(capsys.readouterr().out)["equality"]
     assert 0 <= equality["largest_logit_change"] <= equality["ceiling"] and "logits" not in equality
 
 
 def test_logits_are_refused_for_targets_that_show_them_anyway(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--delegate and --logits are ExecuTorch's"):
-        ExportOptions("m", "onnx", Quant.INT8, tmp_path, target_options=(ExecutorchOptions(logits=True),))
+        ExportOptions(
+            "m", "onnx", Quant.INT8, tmp_path, target_options=(ExecutorchOptions(logits=True),)
+        )

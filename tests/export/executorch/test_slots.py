@@ -1,4 +1,6 @@
-"""Apps of one program: each decodes as it would alone, switching moves its factors and nothing else."""
+"""Apps of one program: each decodes as it would alone, switching moves its factors and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,11 @@ def test_every_app_was_compared_with_a_reference_of_its_own() -> None:
     for name in ("one", "two", "base"):
         assert manifest.parity[f"{name}.rows"] < 1e-3
     assert manifest.parity["products"] > 100  # of the program, with the slots of one app
-    assert manifest.parity["one.counts"] == manifest.parity["two.counts"] == programs.slots().geometry.tree.emitted
+    assert (
+        manifest.parity["one.counts"]
+        == manifest.parity["two.counts"]
+        == programs.slots().geometry.tree.emitted
+    )
     assert set(manifest.apps[0].functions) > set(manifest.apps[2].functions)
 
 
@@ -93,9 +99,11 @@ def test_speculation_changes_no_token(session: Session) -> None:
 
 def test_engines_of_a_bundle_share_one_program_and_switch_in_it(session: Session) -> None:
     answers(session, "one"), answers(session, "two")
-    first, second = engine("one"), engine("two")
+    first = engine("one")
+    second = engine("two")
     assert first.program is second.program is session.engine.program  # type: ignore[attr-defined]
-    one, two = first.new_conversation(), second.new_conversation()
+    one = first.new_conversation()
+    two = second.new_conversation()
     with first.program.lock:
         clocks = []
         for conversation in (one, two, one):
@@ -145,8 +153,14 @@ def test_set_adapter_takes_the_files_tensors_in_the_order_of_their_names() -> No
     file = programs.slots().file(programs.slots().app("one").files[0])
     tensors = AdapterSlots(file).tensors
     assert list(tensors) == sorted(tensors)
-    opened.program.method(SET_ADAPTER).call([torch.from_numpy(tensors[name]) for name in sorted(tensors)])
-    by_hand = conversation.cache.rows(0, 3), conversation.prefill([7, 21, 3]), conversation.cache.rows(0, 3)
+    opened.program.method(SET_ADAPTER).call(
+        [torch.from_numpy(tensors[name]) for name in sorted(tensors)]
+    )
+    by_hand = (
+        conversation.cache.rows(0, 3),
+        conversation.prefill([7, 21, 3]),
+        conversation.cache.rows(0, 3),
+    )
     opened.close()
     again = engine("one")
     other = again.new_conversation()
@@ -172,10 +186,15 @@ NAME = "module.model.backbone.layers.0.self_attn.q_proj.adapter.up"
     [
         (lambda t: t.pop(NAME), "tensors, the program has .* slots"),
         (lambda t: t.update({"other": t.pop(NAME)}), "has no slot 'other'"),
-        (lambda t: t.update({NAME: t[NAME][:, :1].copy()}), "q_proj.adapter.up' has shape .*, its slot"),
+        (
+            lambda t: t.update({NAME: t[NAME][:, :1].copy()}),
+            "q_proj.adapter.up' has shape .*, its slot",
+        ),
     ],
 )
-def test_an_adapter_of_another_program_is_refused(tmp_path: Path, change: object, message: str) -> None:
+def test_an_adapter_of_another_program_is_refused(
+    tmp_path: Path, change: object, message: str
+) -> None:
     opened = engine("base")
     conversation = opened.new_conversation()
     conversation.cache.adapter = _damaged(tmp_path, change)
@@ -201,10 +220,14 @@ def test_a_damaged_adapter_file_is_refused_before_anything_is_loaded(tmp_path: P
 
 def test_apps_of_two_modes_cannot_share_a_program(tmp_path: Path) -> None:
     base = programs.base()
-    lossless = write_adapter(tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1, token_rank=3)
+    lossless = write_adapter(
+        tmp_path / "lossless", base, Mode.LOSSLESS, gamma=2, msa_layers=1, token_rank=3
+    )
     options = programs.options(Quant.FP32, Mode.SHARED, Schedule.DEFERRED, tmp_path / "out")
     apps = (*programs.two_apps(Mode.SHARED), ("quiet", lossless))
-    with pytest.raises(ConfigError, match=r"'one' \(shared streams.*'quiet' \(lossless streams.*a bundle for each"):
+    with pytest.raises(
+        ConfigError, match=r"'one' \(shared streams.*'quiet' \(lossless streams.*a bundle for each"
+    ):
         make_plan(replace(options, model=str(base), adapters=apps), ExecutorchExporter())
 
 
@@ -213,20 +236,26 @@ def test_factors_filled_up_with_zeros_compute_the_same() -> None:
     low = LowRank(6, 5, 2, activation=True)
     torch.nn.init.normal_(low.up.weight)
     slot = SlotFactors(6, 5, 4, activation=True)
-    slot.down[0, :, :2], slot.up[0, :2] = low.down.weight.detach().T, low.up.weight.detach().T
+    slot.down[0, :, :2] = low.down.weight.detach().T
+    slot.up[0, :2] = low.up.weight.detach().T
     x = torch.randn(1, 3, 6)
     torch.testing.assert_close(slot(x), low(x))
 
 
 def test_an_app_added_later_is_the_app_exported_with_the_rest(tmp_path: Path) -> None:
-    whole, copied = programs.slots(), tmp_path / "bundle"
+    whole = programs.slots()
+    copied = tmp_path / "bundle"
     shutil.copytree(whole.folder, copied)
     folders = dict(programs.two_apps(Mode.SHARED))
     assert main(["bundle", "remove-app", str(copied), "two", "--quiet"]) == 0
     assert main(["bundle", "add-app", str(copied), f"two={folders['two']}", "--quiet"]) == 0
-    added, known = Bundle.open(copied).app("two"), whole.app("two")
+    added = Bundle.open(copied).app("two")
+    known = whole.app("two")
     assert (added.kind, added.mode, added.functions) == (known.kind, known.mode, known.functions)
-    made, exported = (load_file(opened.folder / opened.app("two").files[0]) for opened in (Bundle.open(copied), whole))
+    made, exported = (
+        load_file(opened.folder / opened.app("two").files[0])
+        for opened in (Bundle.open(copied), whole)
+    )
     assert made.keys() == exported.keys()
     assert all(np.array_equal(made[name], exported[name]) for name in made)
     with Session.open(whole) as session, Session.open(Bundle.open(copied)) as other:
@@ -238,18 +267,37 @@ def test_an_adapter_in_bytes_is_widened_when_it_is_loaded(tmp_path: Path) -> Non
     copied = tmp_path / "bundle"
     shutil.copytree(programs.slots().folder, copied)
     folder = dict(programs.two_apps(Mode.SHARED))["two"]
-    assert main(["bundle", "add-app", str(copied), f"small={folder}", "--adapter-precision", "int8", "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "bundle",
+                "add-app",
+                str(copied),
+                f"small={folder}",
+                "--adapter-precision",
+                "int8",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     made = Bundle.open(copied)
     small, whole = (made.folder / made.app(name).files[0] for name in ("small", "two"))
     assert small.stat().st_size < 0.75 * whole.stat().st_size
-    found, exact = AdapterSlots(small).tensors, AdapterSlots(whole).tensors
+    found = AdapterSlots(small).tensors
+    exact = AdapterSlots(whole).tensors
     assert found.keys() == exact.keys()
-    assert all(np.abs(found[name] - exact[name]).max() <= 0.01 * np.abs(exact[name]).max() for name in exact)
+    assert all(
+        np.abs(found[name] - exact[name]).max() <= 0.01 * np.abs(exact[name]).max()
+        for name in exact
+    )
     with Session.open(made) as session:
         assert answers(session, "small")
 
 
-def test_what_does_not_fit_the_slots_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_the_slots_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copied = tmp_path / "bundle"
     shutil.copytree(programs.slots().folder, copied)
     before = (copied / "manifest.json").read_bytes()
@@ -287,7 +335,9 @@ def test_lossless_apps_share_a_program(schedule: Schedule) -> None:
 
 
 @pytest.mark.slow
-def test_apps_that_see_the_chosen_token_share_a_program_with_a_rank_for_every_slot(tmp_path: Path) -> None:
+def test_apps_that_see_the_chosen_token_share_a_program_with_a_rank_for_every_slot(
+    tmp_path: Path,
+) -> None:
     base = programs.base()
     narrow = {"gamma": 2, "token_rank": 5, "adapter_rank": 3}
     wide = {"gamma": 3, "token_rank": 9, "adapter_rank": 2}  # more streams than the program runs

@@ -27,7 +27,11 @@ class Sums(nn.Module):
 
 
 def found(module: GraphModule, name: str) -> Node:
-    return next(node for node in module.graph.nodes if node.op == "call_function" and name in str(node.target))
+    return next(
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and name in str(node.target)
+    )
 
 
 def test_a_program_is_decomposed_once() -> None:
@@ -42,7 +46,9 @@ def test_a_program_is_decomposed_once() -> None:
 def test_results_are_kept_until_an_input_changes() -> None:
     from executorch.exir.pass_base import ExportPass
 
-    program = torch.export.export(Sums().eval(), (torch.ones(4, 6),), strict=False).run_decompositions()
+    program = torch.export.export(
+        Sums().eval(), (torch.ones(4, 6),), strict=False
+    ).run_decompositions()
     with quick():
         first = ExportPass()(program.graph_module).graph_module
         again = ExportPass()(first).graph_module
@@ -55,7 +61,8 @@ def test_results_are_kept_until_an_input_changes() -> None:
 
 
 def test_partitions_merge_where_a_walk_through_the_graph_says_so() -> None:
-    chance, answers = random.Random(5), set()
+    chance = random.Random(5)
+    answers = set()
     for _ in range(20):
         graph = Graph()
         nodes = [graph.placeholder("x")]

@@ -1,4 +1,6 @@
-"""What a program's delegates multiply with is read from its file: a wrong weight is found, whatever its size."""
+"""What a program's delegates multiply with is read from its file: a wrong weight is found, whatever
+its size.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +64,27 @@ Program = tuple[Path, StreamModel, dict[str, list[str]]]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """The prefill alone, lowered as an export lowers it, its model, and the weights it multiplies with.
+    """The prefill alone, lowered as an export lowers it, its model, and the weights it multiplies
+    with.
 
     The check reads every function in the same way.
     """
     folder = tmp_path_factory.mktemp("stored")
     job = programs.job(Quant.INT8, Mode.SHARED, Schedule.DEFERRED, folder)
     model = quantized(job.loaded.model, Quant.INT8)[0]
-    right, file = deepcopy(model), folder / PROGRAM_FILE
+    right = deepcopy(model)
+    file = folder / PROGRAM_FILE
     spec = job.plan.functions(CacheForm.INTERNAL, CACHE_DTYPE)[PREFILL]
     with quick():
         made = trace(PREFILL, spec, model, job.plan)
         products = {PREFILL: [name for name, *_ in Recorder(made).linears]}
-        lower({PREFILL: made}, partitioner(), constants_of(job.plan.geometry, ()), file, lambda *_: None)
+        lower(
+            {PREFILL: made},
+            partitioner(),
+            constants_of(job.plan.geometry, ()),
+            file,
+            lambda *_: None,
+        )
     return file, right, products
 
 
@@ -89,7 +99,9 @@ def test_the_weights_of_a_right_program_are_the_models(program: Program) -> None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_wrong_weight_is_refused_with_its_name(program: Program, fault: Callable[[StreamModel], None]) -> None:
+def test_a_wrong_weight_is_refused_with_its_name(
+    program: Program, fault: Callable[[StreamModel], None]
+) -> None:
     file, model, products = program
     model = deepcopy(model)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-// The bits of what operators compute from fixed numbers: a line for each operator and shape, the same on every processor.
+// The bits of what operators compute from fixed numbers: a line for each operator and shape, the
+// same on every processor.
 
 #include <cmath>
 #include <cstdio>
@@ -58,19 +59,23 @@ void Say(const Operator& op, const std::vector<Tensor>& inputs, int64_t kv_heads
     }
   }
   const float first = call.outputs[0][0];
-  std::printf("%s %g %016llx\n", op.name, static_cast<double>(first), static_cast<unsigned long long>(hash));
+  std::printf("%s %g %016llx\n", op.name, static_cast<double>(first),
+              static_cast<unsigned long long>(hash));
 }
 
 template <typename Cached>
-void SayAttention(const Operator& op, int64_t rows, int64_t past, int64_t heads, int64_t groups, int64_t dim, Cached cached) {
+void SayAttention(const Operator& op, int64_t rows, int64_t past, int64_t heads, int64_t groups,
+                  int64_t dim, Cached cached) {
   const int64_t width = heads * dim;
-  const auto q = Floats({1, rows, groups * width}), keys = Floats({1, rows, width}), values = Floats({1, rows, width});
+  const auto q = Floats({1, rows, groups * width}), keys = Floats({1, rows, width}),
+             values = Floats({1, rows, width});
   const auto past_keys = cached({past, width}), past_values = cached({past, width});
   int64_t at = 0;
-  const Array<float> mask({rows, 1, past + rows}, [&] {  // a chain over all of the cache but its last two rows
-    const int64_t row = at / (past + rows), column = at++ % (past + rows);
-    return column < past - 2 || (column >= past && column - past <= row) ? 0.0f : -1e9f;
-  });
+  const Array<float> mask(
+      {rows, 1, past + rows}, [&] {  // a chain over all of the cache but its last two rows
+        const int64_t row = at / (past + rows), column = at++ % (past + rows);
+        return column < past - 2 || (column >= past && column - past <= row) ? 0.0f : -1e9f;
+      });
   const auto none = Floats({0, width});
   Say(op, {q, past_keys, keys, none, past_values, values, none, mask}, heads);
 }
@@ -93,13 +98,17 @@ int main() {
     Say(HalfLinear(), {x, Halves({inputs, outputs})});
     const Array<int8_t> codes({inputs, outputs}, [] { return static_cast<int8_t>(Next() * 31); });
     Say(Int8Linear(), {x, codes, Floats({outputs}), Tensor{}});
-    Say(LowRank1(), {Floats({1, 5, 96}), x, codes, Floats({outputs}), Tensor{}, Floats({outputs, 96})});
+    Say(LowRank1(),
+        {Floats({1, 5, 96}), x, codes, Floats({outputs}), Tensor{}, Floats({outputs, 96})});
     const int64_t blocks = (inputs + 31) / 32;
-    const Array<uint8_t> nibbles({outputs, blocks, 16}, [] { return static_cast<uint8_t>(static_cast<int>(Next() * 1000)); });
+    const Array<uint8_t> nibbles({outputs, blocks, 16}, [] {
+      return static_cast<uint8_t>(static_cast<int>(Next() * 1000));
+    });
     Say(Int4Linear(), {Floats({1, 5, 32 * blocks}), nibbles, Floats({outputs, blocks})});
   }
   for (const int64_t dim : {64, 24, 12}) {
-    for (const auto& [rows, past, groups] : {std::tuple<int64_t, int64_t, int64_t>{1, 256, 3}, {4, 67, 5}, {5, 9, 1}}) {
+    for (const auto& [rows, past, groups] :
+         {std::tuple<int64_t, int64_t, int64_t>{1, 256, 3}, {4, 67, 5}, {5, 9, 1}}) {
       SayAttention(TreeAttention(), rows, past, 3, groups, dim, Floats);
       SayAttention(HalfTreeAttention(), rows, past, 3, groups, dim, Halves);
     }

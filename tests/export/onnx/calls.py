@@ -1,4 +1,5 @@
-"""Calls graphs and keeps what they give; needs NumPy and ONNX Runtime alone, so it also runs under an emulator.
+"""Calls graphs and keeps what they give; needs NumPy and ONNX Runtime alone, so it also runs under
+an emulator.
 
     python calls.py FOLDER
 
@@ -22,7 +23,9 @@ def call_all(folder: Path) -> None:
         session = ort.InferenceSession(str(file), options)
         with np.load(file.with_suffix(".npz")) as feeds:
             outputs = session.run(None, dict(feeds))
-        named = {tensor.name: array for tensor, array in zip(session.get_outputs(), outputs, strict=True)}
+        named = {
+            tensor.name: array for tensor, array in zip(session.get_outputs(), outputs, strict=True)
+        }
         np.savez(file.with_suffix(".out.npz"), **named)
 
 

@@ -1,4 +1,6 @@
-"""Small graphs of quantized linears, embeddings and heads, and what they compute in NumPy, integer by integer."""
+"""Small graphs of quantized linears, embeddings and heads, and what they compute in NumPy, integer
+by integer.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def placeholder(x: ir.Value, weight: ir.Value, rows: int, name: str) -> ir.Node:
     node = ir.node(LINEAR, [x, weight], domain=LINEAR_DOMAIN)
     assert weight.shape is not None
     out = node.outputs[0]
-    out.name, out.shape, out.type = name, ir.Shape([1, rows, weight.shape[0]]), ir.TensorType(ir.DataType.FLOAT)
+    out.name = name
+    out.shape = ir.Shape([1, rows, weight.shape[0]])
+    out.type = ir.TensorType(ir.DataType.FLOAT)
     return node
 
 
@@ -57,7 +61,9 @@ def quantized(
     roles: Mapping[str, Role] | None = None,
 ) -> bytes:
     """The file of the graph once its linears are lowered."""
-    graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=initializers, opset_imports={"": 23, CONTRIB: 1})
+    graph = ir.Graph(
+        inputs, outputs, nodes=nodes, initializers=initializers, opset_imports={"": 23, CONTRIB: 1}
+    )
     edit = Editor(ir.Model(graph, ir_version=11))
     tag(edit.model, roles or {})
     quantize(edit, quant, WeightStore(), book)
@@ -76,14 +82,18 @@ def linears_model(rows: int, weights: list[Floats], quant: Quant) -> bytes:
 
 def half_linear_model(rows: int, weight: NDArray[np.float16]) -> bytes:
     """``x [1, rows, K]`` times ``weight [K, N]``: y."""
-    x, table = value("x", (1, rows, len(weight))), value("w", weight.shape, ir.DataType.FLOAT16)
+    x = value("x", (1, rows, len(weight)))
+    table = value("w", weight.shape, ir.DataType.FLOAT16)
     table.const_value = ir.Tensor(weight, name="w")
     node = ir.node(HALF_LINEAR, [x, table], domain=DOMAIN)
     y = node.outputs[0]
-    y.name, y.shape, y.type = "y", ir.Shape([1, rows, weight.shape[1]]), ir.TensorType(ir.DataType.FLOAT)
+    y.name = "y"
+    y.shape = ir.Shape([1, rows, weight.shape[1]])
+    y.type = ir.TensorType(ir.DataType.FLOAT)
     imports = {"": OPSET, CONTRIB: 1, DOMAIN: 1}
     model = ir.Model(
-        ir.Graph([x], [y], nodes=[node], initializers=[table], opset_imports=imports, name="g"), ir_version=11
+        ir.Graph([x], [y], nodes=[node], initializers=[table], opset_imports=imports, name="g"),
+        ir_version=11,
     )
     add_functions(model)
     content: bytes = ir.to_proto(model).SerializeToString()
@@ -91,19 +101,25 @@ def half_linear_model(rows: int, weight: NDArray[np.float16]) -> bytes:
 
 
 def tied_model(rows: int, table: Floats, quant: Quant) -> bytes:
-    """``ids [1, rows]`` through the embedding and the head that share ``table [V, D]``: the logits y0."""
+    """``ids [1, rows]`` through the embedding and the head that share ``table [V, D]``: the logits
+    y0.
+    """
     ids = value("ids", (1, rows), ir.DataType.INT64)
     weight = stored("embed.weight", table)
     gather = ir.node("Gather", [weight, ids], {"axis": 0})
     row = gather.outputs[0]
-    row.name, row.shape, row.type = "rows", ir.Shape([1, rows, table.shape[1]]), ir.TensorType(ir.DataType.FLOAT)
+    row.name = "rows"
+    row.shape = ir.Shape([1, rows, table.shape[1]])
+    row.type = ir.TensorType(ir.DataType.FLOAT)
     head = placeholder(row, weight, rows, "y0")
     roles = {"embed.weight": Role(Part.EMBEDDING)}
     return quantized([ids], [gather, head], [head.outputs[0]], [weight], quant, roles=roles)
 
 
 def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
-    """``x`` through a linear ``[N, K]`` with a low-rank term whose factors are inputs of the graph: y0."""
+    """``x`` through a linear ``[N, K]`` with a low-rank term whose factors are inputs of the graph:
+    y0.
+    """
     outputs, inputs = weight.shape
     x = value("x", (1, rows, inputs))
     base = stored("base", weight)
@@ -114,7 +130,9 @@ def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
     wide = placeholder(narrow.outputs[0], up, rows, "wide")
     total = ir.node("Add", [first.outputs[0], wide.outputs[0]])
     out = total.outputs[0]
-    out.name, out.shape, out.type = "y0", ir.Shape([1, rows, outputs]), ir.TensorType(ir.DataType.FLOAT)
+    out.name = "y0"
+    out.shape = ir.Shape([1, rows, outputs])
+    out.type = ir.TensorType(ir.DataType.FLOAT)
     nodes = [first, narrow, wide, total]
     factor = Role(Part.FACTOR, SlotKind.LORA, SOURCE)
     roles = {"down": factor, "up": replace(factor, up=True)}
@@ -122,7 +140,9 @@ def slot_model(rows: int, weight: Floats, rank: int, quant: Quant) -> bytes:
 
 
 def slot_feeds(weight: Floats, down: Floats) -> dict[str, NDArray[np.generic]]:
-    """The inputs of ``slot_model`` for the factor ``down [K, r]``; ``up`` is the identity, so that sums stay exact."""
+    """The inputs of ``slot_model`` for the factor ``down [K, r]``; ``up`` is the identity, so that
+    sums stay exact.
+    """
     outputs, inputs = weight.shape
     slot = Slot(SlotKind.LORA, (SOURCE,), inputs, (outputs,), int8=True)
     values, scale = int8_factors(down)
@@ -138,7 +158,9 @@ def row_codes(x: Floats) -> tuple[NDArray[np.int64], Floats]:
 
 
 def int8_product(x: Floats, weight: Floats) -> Floats:
-    """``x [.., K] @ weight [K, N]`` through sums of integers that never overflow; the graph's bits, not near them."""
+    """``x [.., K] @ weight [K, N]`` through sums of integers that never overflow; the graph's bits,
+    not near them.
+    """
     codes, row_scale = row_codes(x)
     values, scale = int8_factors(weight)
     return (codes @ values.astype(np.int64)).astype(np.float32) * scale * row_scale

@@ -1,4 +1,5 @@
-// In place of ONNX Runtime, where there is none to call the kernels: what a kernel is made from, and one of its calls.
+// In place of ONNX Runtime, where there is none to call the kernels: what a kernel is made from,
+// and one of its calls.
 #pragma once
 
 #include <cstring>
@@ -6,12 +7,15 @@
 
 #include "kernel.h"
 
-// ``inputs``: the constants among them have data. ``ints``: attributes; floats are 1e-5 for an epsilon, else 1/8.
+// ``inputs``: the constants among them have data. ``ints``: attributes; floats are 1e-5 for an
+// epsilon, else 1/8.
 struct Given : Info {
   std::map<std::string, int64_t> ints;
   std::vector<Tensor> inputs;
 
-  float Float(const char* name) const override { return std::strcmp(name, "epsilon") ? 0.125f : 1e-5f; }
+  float Float(const char* name) const override {
+    return std::strcmp(name, "epsilon") ? 0.125f : 1e-5f;
+  }
   int64_t Int(const char* name) const override { return ints.at(name); }
   std::string Text(const char*) const override { return ""; }
   Tensor Constant(size_t input) const override { return inputs[input]; }

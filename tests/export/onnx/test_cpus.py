@@ -1,4 +1,5 @@
-"""The same bundle gives the same integers on every CPU: on this one, and on one with AVX2 and no VNNI.
+"""The same bundle gives the same integers on every CPU: on this one, and on one with AVX2 and no
+VNNI.
 
 The second is emulated. Products are compared with integers of NumPy, not with each other.
 """
@@ -31,14 +32,21 @@ needs_emulator = pytest.mark.skipif(
     shutil.which(EMULATOR) is None or platform.machine() != "x86_64",
     reason=f"needs {EMULATOR} on an x86-64 machine (Debian: apt-get install qemu-user)",
 )
-CPUS = [pytest.param((), id="this"), pytest.param(HASWELL, id="haswell", marks=[needs_emulator, pytest.mark.wide])]
+CPUS = [
+    pytest.param((), id="this"),
+    pytest.param(HASWELL, id="haswell", marks=[needs_emulator, pytest.mark.wide]),
+]
 
 
 def run(cpu: tuple[str, ...], *command: str) -> str:
     """Python on a CPU; its standard output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*cpu, sys.executable, *command], capture_output=True, text=True, env=environment, timeout=600
+        [*cpu, sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -50,27 +58,43 @@ def drawn(seed: int, *shape: int) -> np.ndarray:
 
 WIDE = [drawn(1, 96, 576), drawn(2, 40, 576)]
 """Merged, as q/k/v are; their columns are no multiple of a kernel's."""
-FLAT = [np.random.default_rng(3).uniform(0.4, 1, (50, 705)).astype(np.float32) * np.sign(drawn(4, 50, 705))]
-"""Every value near its column's largest, where neighbours add up to most, and an odd number of inputs."""
-TABLE, BASE, DOWN = drawn(5, 400, 64), drawn(6, 48, 384), drawn(7, 384, 24)
+FLAT = [
+    np.random.default_rng(3).uniform(0.4, 1, (50, 705)).astype(np.float32)
+    * np.sign(drawn(4, 50, 705))
+]
+"""Every value near its column's largest, where neighbours add up to most, and an odd number of
+inputs.
+"""
+TABLE = drawn(5, 400, 64)
+BASE = drawn(6, 48, 384)
+DOWN = drawn(7, 384, 24)
 IDS = np.random.default_rng(8).integers(0, 400, (1, 8))
 
 
 def inputs(seed: int, weight: np.ndarray) -> np.ndarray:
-    """``[1, 8, K]``: rows at random, rows that drive columns of ``weight [N, K]`` to their ends, a row of zeros."""
+    """``[1, 8, K]``: rows at random, rows that drive columns of ``weight [N, K]`` to their ends, a
+    row of zeros.
+    """
     x = drawn(seed, 1, 8, weight.shape[1])
-    x[0, 1], x[0, 4] = np.sign(weight[0]), -np.sign(weight[-1])
+    x[0, 1] = np.sign(weight[0])
+    x[0, 4] = -np.sign(weight[-1])
     x[0, 6] = 1
     x[0, 7] = 0
     return x
 
 
-X, Y, Z = inputs(10, WIDE[0]), inputs(11, FLAT[0]), inputs(12, BASE)
+X = inputs(10, WIDE[0])
+Y = inputs(11, FLAT[0])
+Z = inputs(12, BASE)
 FORMS: dict[str, tuple[Callable[[int], bytes], dict[str, np.ndarray], str]] = {
     "merged": (lambda n: forms.linears_model(n, WIDE, Quant.INT8), {"x": X}, "x"),
     "flat": (lambda n: forms.linears_model(n, FLAT, Quant.INT8), {"x": Y}, "x"),
     "tied": (lambda n: forms.tied_model(n, TABLE, Quant.INT8), {"ids": IDS}, "ids"),
-    "slot": (lambda n: forms.slot_model(n, BASE, 24, Quant.INT8), {"x": Z, **forms.slot_feeds(BASE, DOWN)}, "x"),
+    "slot": (
+        lambda n: forms.slot_model(n, BASE, 24, Quant.INT8),
+        {"x": Z, **forms.slot_feeds(BASE, DOWN)},
+        "x",
+    ),
     "int4": (lambda n: forms.linears_model(n, WIDE, Quant.INT4), {"x": X}, "x"),
 }
 """A graph by its number of rows, its inputs, and the one that holds the rows."""
@@ -111,7 +135,9 @@ def test_int8_products_are_those_of_integers_in_every_bit(outputs: Outputs, rows
     }
     for name, wanted in expected.items():
         for i, whole in enumerate(wanted):
-            np.testing.assert_array_equal(outputs[f"{name}-{rows}"][f"y{i}"], whole[:, :rows], err_msg=name)
+            np.testing.assert_array_equal(
+                outputs[f"{name}-{rows}"][f"y{i}"], whole[:, :rows], err_msg=name
+            )
 
 
 def test_int4_rows_are_the_same_among_any_number_and_alone(outputs: Outputs) -> None:
@@ -139,10 +165,40 @@ print(json.dumps(told))
 @needs_emulator
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_a_bundle_keeps_its_promise_on_the_other_cpu(quant: str, base: Path, adapter: Path, tmp_path: Path) -> None:
-    """Speculative output is plain output there; between CPUs tokens may part at near-ties, since floats round apart."""
+def test_a_bundle_keeps_its_promise_on_the_other_cpu(
+    quant: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """Speculative output is plain output there; between CPUs tokens may part at near-ties, since
+    floats round apart.
+    """
     out = str(tmp_path / "bundle")
-    flags = ["--context", "96", "--chunk", "16", "--tree", "chain:3", "--quant", quant, "--quiet", "--out", out]
-    assert main(["export", "--model", str(base), "--adapter", f"app={adapter}", "--target", "onnx", *flags]) == 0
+    flags = [
+        "--context",
+        "96",
+        "--chunk",
+        "16",
+        "--tree",
+        "chain:3",
+        "--quant",
+        quant,
+        "--quiet",
+        "--out",
+        out,
+    ]
+    assert (
+        main(
+            [
+                "export",
+                "--model",
+                str(base),
+                "--adapter",
+                f"app={adapter}",
+                "--target",
+                "onnx",
+                *flags,
+            ]
+        )
+        == 0
+    )
     told = json.loads(run(HASWELL, "-c", ANSWERS, out, *PROMPTS))
     assert told[: len(PROMPTS)] == told[len(PROMPTS) :] and all(told)

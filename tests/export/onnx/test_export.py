@@ -47,28 +47,61 @@ TREE = "[[0],[1],[0,0],[0,1],[0,0,0]]"
 WIDE = pytest.mark.wide
 OTHERS = [pytest.param(quant, marks=WIDE) for quant in ("fp32", "int4")]
 """Than INT8."""
-CASES = ["int8", "int4", *(pytest.param(name, marks=WIDE) for name in ("fp32", "own", "heads", "following"))]
+CASES = [
+    "int8",
+    "int4",
+    *(pytest.param(name, marks=WIDE) for name in ("fp32", "own", "heads", "following")),
+]
 
 
 def export(base: Path, out: Path, *flags: str) -> list[str]:
     return [
-        "export", "--model", str(base), "--target", "onnx", "--context", "96", "--chunk", "16",
-        "--out", str(out), "--quiet", *flags,
-    ]  # fmt: skip
+        "export",
+        "--model",
+        str(base),
+        "--target",
+        "onnx",
+        "--context",
+        "96",
+        "--chunk",
+        "16",
+        "--out",
+        str(out),
+        "--quiet",
+        *flags,
+    ]
 
 
 @pytest.fixture(scope="module")
 def exported(
-    base: Path, adapter: Path, lossless: Path, waiting: Path, tmp_path_factory: pytest.TempPathFactory
+    base: Path,
+    adapter: Path,
+    lossless: Path,
+    waiting: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Bundle]:
-    """Makes exports that between them have every quantization, mode and schedule, and other kinds of streams."""
+    """Makes exports that between them have every quantization, mode and schedule, and other kinds
+    of streams.
+    """
     folder = tmp_path_factory.mktemp("bundles")
-    heads = write_adapter(folder / "heads-adapter", base, Mode.LOSSLESS, msa_layers=0, follow_rank=5)
+    heads = write_adapter(
+        folder / "heads-adapter", base, Mode.LOSSLESS, msa_layers=0, follow_rank=5
+    )
     following = write_adapter(folder / "following-adapter", base, follow_rank=65)
-    own = write_adapter(folder / "own-adapter", base, Mode.LOSSLESS, msa_layers=0, adapter_rank=0, draft_layers=1)
+    own = write_adapter(
+        folder / "own-adapter", base, Mode.LOSSLESS, msa_layers=0, adapter_rank=0, draft_layers=1
+    )
     cases = {
         "fp32": (*("--adapter", f"app={adapter}"), "--quant", "fp32", "--tree", TREE),
-        "int8": (*("--adapter", f"app={lossless}"), "--quant", "int8", "--tree", TREE, "--schedule", "fused"),
+        "int8": (
+            *("--adapter", f"app={lossless}"),
+            "--quant",
+            "int8",
+            "--tree",
+            TREE,
+            "--schedule",
+            "fused",
+        ),
         "int4": (*("--adapter", f"app={waiting}"), "--quant", "int4"),
         "heads": (*("--adapter", f"app={heads}"), "--quant", "int8"),
         "following": (*("--adapter", f"app={following}"), "--quant", "int8", "--schedule", "fused"),
@@ -84,7 +117,9 @@ def exported(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gate_saw_every_count_and_small_differences(exported: Callable[[str], Bundle], name: str) -> None:
+def test_gate_saw_every_count_and_small_differences(
+    exported: Callable[[str], Bundle], name: str
+) -> None:
     manifest = exported(name).manifest
     assert manifest.parity["counts"] == exported(name).geometry.tree.emitted
     assert manifest.parity["input_error"] < 1e-5
@@ -102,7 +137,8 @@ def test_weights_are_stored_once_and_graphs_name_no_path(
     bundle = exported(name)
     parameters = bundle.manifest.model.parameters
     files = bundle.manifest.files
-    # Small weights stay float32, as the notes say; beside the weights stand rotary tables and stream adapters.
+    # Small weights stay float32, as the notes say; beside the weights stand rotary tables and
+    # stream adapters.
     bits = 32 if name == "fp32" else 14
     beside = 160_000 + (0 if name == "fp32" else 4 * 80_000)
     assert files[WEIGHTS_FILE].size < parameters * bits / 8 + beside
@@ -141,7 +177,10 @@ def test_rejected_drafts_change_nothing(exported: Callable[[str], Bundle], name:
 
 @pytest.mark.parametrize(
     ("tree", "functions"),
-    [pytest.param((), GREEDY, marks=WIDE), pytest.param(("--tree", "[]"), (PREFILL, PLAIN), marks=WIDE)],
+    [
+        pytest.param((), GREEDY, marks=WIDE),
+        pytest.param(("--tree", "[]"), (PREFILL, PLAIN), marks=WIDE),
+    ],
 )
 def test_without_an_adapter_drafts_repeat_the_text_unless_only_plain_decoding_is_wanted(
     base: Path, tmp_path: Path, tree: tuple[str, ...], functions: tuple[str, ...]
@@ -158,8 +197,26 @@ def test_a_model_without_a_chat_template_is_given_plain_prompts(
 ) -> None:
     shutil.copytree(base, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template.jinja"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "completion": " c d"}\n' * 4)
-    train = ["train", "--model", str(tmp_path / "bare"), "--data", str(tmp_path / "rows.jsonl"), "--app", "app"]
-    more = ["--out", str(tmp_path / "a"), "--steps", "1", "--msa-layers", "1", "--batch-size", "4", "--quiet"]
+    train = [
+        "train",
+        "--model",
+        str(tmp_path / "bare"),
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--app",
+        "app",
+    ]
+    more = [
+        "--out",
+        str(tmp_path / "a"),
+        "--steps",
+        "1",
+        "--msa-layers",
+        "1",
+        "--batch-size",
+        "4",
+        "--quiet",
+    ]
     assert main([*train, *more, "--instruction", "q"]) == 0
     assert NOTE in capsys.readouterr().err
     adapter = ("--adapter", f"app={tmp_path / 'a'}")
@@ -170,7 +227,20 @@ def test_a_model_without_a_chat_template_is_given_plain_prompts(
     with Session.open(bundle) as session:
         assert session.prompt_ids("a b") == session.tokenizer.encode("q\na b")
         list(session.generate("a b", max_tokens=4))
-    assert main(["bench", str(tmp_path / "b"), "--data", str(tmp_path / "rows.jsonl"), "--limit", "1", "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                str(tmp_path / "b"),
+                "--data",
+                str(tmp_path / "rows.jsonl"),
+                "--limit",
+                "1",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"][0] == NOTE
@@ -209,7 +279,10 @@ def test_an_adapter_brings_the_name_of_its_app(
         (["--adapter", "a={adapter}", "--chunk", "0"], "--chunk: 0, expected 1 or more"),
         (["--quant", "fp16"], "has no fp16 form"),
         (["--schedule", "fused"], "--schedule needs an adapter with streams"),
-        (["--adapter", "a={adapter}", "--adapter-precision", "fp16"], "merged, unless with --slots"),
+        (
+            ["--adapter", "a={adapter}", "--adapter-precision", "fp16"],
+            "merged, unless with --slots",
+        ),
         (["--adapter", "a={waiting}", "--schedule", "fused"], "run after it: omit --schedule"),
     ],
 )
@@ -232,7 +305,9 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
 def test_bases_that_cannot_be_exported_are_refused(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(change: dict[str, object] | None, remove: str | None, message: str, *flags: str) -> None:
+    def refuse(
+        change: dict[str, object] | None, remove: str | None, message: str, *flags: str
+    ) -> None:
         folder = tmp_path / "copy"
         shutil.copytree(base, folder)
         if change:
@@ -268,7 +343,9 @@ def test_weights_that_were_cut_short_are_refused(
     assert os.listdir(tmp_path) == ["copy"]
 
 
-def test_an_existing_output_is_kept(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_output_is_kept(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     for flags in ([], ["--overwrite"]):
@@ -278,7 +355,11 @@ def test_an_existing_output_is_kept(base: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_wrong_artifact_is_deleted(
-    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    base: Path,
+    adapter: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     honest = OnnxExporter.export
 
@@ -304,7 +385,9 @@ def test_a_chain_of_one_draft_is_exported(base: Path, tmp_path: Path) -> None:
     assert result.differences == []
 
 
-@pytest.mark.parametrize(("ending", "code"), [(KeyboardInterrupt, 130), (OSError(28, "No space left on device"), 1)])
+@pytest.mark.parametrize(
+    ("ending", "code"), [(KeyboardInterrupt, 130), (OSError(28, "No space left on device"), 1)]
+)
 def test_an_interrupted_export_leaves_nothing(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException, code: int
 ) -> None:
@@ -318,8 +401,11 @@ def test_an_interrupted_export_leaves_nothing(
 
 
 @WIDE
-def test_answers_that_end_with_the_context_are_those_of_generate(base: Path, waiting: Path, tmp_path: Path) -> None:
-    rows, bundle = tmp_path / "rows.jsonl", tmp_path / "bundle"
+def test_answers_that_end_with_the_context_are_those_of_generate(
+    base: Path, waiting: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    bundle = tmp_path / "bundle"
     rows.write_text('{"prompt": "a b c d"}\n')
     assert main(export(base, bundle, "--adapter", f"app={waiting}", "--quant", "fp32")) == 0
     compared = ["--model", str(base), "--adapter", str(waiting), "--max-tokens", "1000"]
@@ -336,7 +422,9 @@ def compared_along_a_chain(
     engine = LogitsEngine.of(bundle, None, EngineOptions(threads=1))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, vocab, int(size)).tolist() for size in rng.integers(1, 30, 6)]
-    return compare_modes(engine, engine, Asked(prompts, (), 40, bundle.manifest.precision, lambda *_: None))
+    return compare_modes(
+        engine, engine, Asked(prompts, (), 40, bundle.manifest.precision, lambda *_: None)
+    )
 
 
 @pytest.mark.parametrize("quant", ["int8", *OTHERS])
@@ -355,7 +443,9 @@ def test_so_they_are_with_biases_and_with_a_key_head_for_each_query_head(
     family: str, quant: str, tmp_path: Path
 ) -> None:
     folder = made_once(f"families/{family}", lambda out: write_family(out, family))
-    result = compared_along_a_chain(folder / "base", folder / "adapter", tmp_path / "bundle", quant, vocab=VOCAB)
+    result = compared_along_a_chain(
+        folder / "base", folder / "adapter", tmp_path / "bundle", quant, vocab=VOCAB
+    )
     assert result.differences == [] and result.largest_change == 0
 
 
@@ -365,7 +455,10 @@ def test_the_head_of_a_draft_vocabulary_has_eight_bits_like_the_whole_one(
     base: Path, tmp_path: Path, quant: str
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", base, draft_vocabulary=200)
-    assert main(export(base, tmp_path / "bundle", "--adapter", f"app={adapter}", "--quant", quant)) == 0
+    assert (
+        main(export(base, tmp_path / "bundle", "--adapter", f"app={adapter}", "--quant", quant))
+        == 0
+    )
     manifest = Bundle.open(tmp_path / "bundle").manifest
     assert manifest.parity["product_error"] < QUANTIZED.product / 2
 
@@ -379,26 +472,38 @@ def test_every_part_of_a_step_is_told_apart(exported: Callable[[str], Bundle], n
     show_regions(model)
     graph = model.graph
     assert {node.name for node in graph.node} == set(parts)
-    attention = [parts[node.name] for node in graph.node if node.op_type in (TREE_ATTENTION, HALF_TREE_ATTENTION)]
+    attention = [
+        parts[node.name]
+        for node in graph.node
+        if node.op_type in (TREE_ATTENTION, HALF_TREE_ATTENTION)
+    ]
     # Deferred, streams attend by themselves; fused, their rows stand beside those of the tree.
     assert attention.count("layers") >= bundle.manifest.model.layers
     assert ("streams" in attention) == (bundle.manifest.schedule is Schedule.DEFERRED)
 
 
 @pytest.mark.parametrize("quant", ["int8", *OTHERS])
-@pytest.mark.parametrize(("tree", "short"), [pytest.param("chain:3", 0, marks=WIDE), ("chain:4", 2)])
+@pytest.mark.parametrize(
+    ("tree", "short"), [pytest.param("chain:3", 0, marks=WIDE), ("chain:4", 2)]
+)
 def test_a_model_without_streams_verifies_drafts_that_repeat_the_text(
     base: Path, tmp_path: Path, quant: str, tree: str, short: int
 ) -> None:
     assert main(export(base, tmp_path / "b", "--tree", tree, "--quant", quant)) == 0
     bundle = Bundle.open(tmp_path / "b")
-    assert bundle.manifest.mode is None and bundle.geometry.tree == Tree.parse(tree) and STEP in bundle.functions
+    assert (
+        bundle.manifest.mode is None
+        and bundle.geometry.tree == Tree.parse(tree)
+        and STEP in bundle.functions
+    )
     assert bundle.geometry.short == short and (STEP_SHORT in bundle.functions) == (short > 0)
     with Session.open(bundle, threads=1) as session:
         assert not session.streams
         answers = {}
         for speculate in (True, False):
-            answers[speculate] = "".join(session.generate("a b a b a b", speculate=speculate, max_tokens=30))
+            answers[speculate] = "".join(
+                session.generate("a b a b a b", speculate=speculate, max_tokens=30)
+            )
         assert answers[True] == answers[False]
         assert session.last.tokens
 
@@ -418,16 +523,23 @@ def test_a_short_step_whose_rows_see_later_drafts_is_refused(
 
 
 def test_phrases_of_rows_are_in_the_bundle_and_change_no_answer(base: Path, tmp_path: Path) -> None:
-    rows, said = tmp_path / "rows.jsonl", "words that are said again and again"
+    rows = tmp_path / "rows.jsonl"
+    said = "words that are said again and again"
     rows.write_text((json.dumps({"prompt": "a", "completion": said}) + "\n") * 3)
     assert main(export(base, tmp_path / "b", "--quant", "int8", "--phrases", str(rows))) == 0
     table = Bundle.open(tmp_path / "b").file("phrases")
     with Session.open(tmp_path / "b", threads=1) as session:
-        row, phrases = session.tokenizer.sample(Example("a", said), ""), session.phrases
+        row = session.tokenizer.sample(Example("a", said), "")
+        phrases = session.phrases
         assert phrases is not None and phrases.data == table.read_bytes()
-        found = [phrases.after(row.ids[:place]) == row.ids[place] for place in range(row.prompt, len(row.ids))]
+        found = [
+            phrases.after(row.ids[:place]) == row.ids[place]
+            for place in range(row.prompt, len(row.ids))
+        ]
         assert sum(found) > len(found) / 2
-        answers = ["".join(session.generate(said, speculate=each, max_tokens=30)) for each in (True, False)]
+        answers = [
+            "".join(session.generate(said, speculate=each, max_tokens=30)) for each in (True, False)
+        ]
         assert answers[0] == answers[1]
         assert read_phrases([table], session.tokenizer, "", VOCAB) == table.read_bytes()
 
@@ -435,7 +547,9 @@ def test_phrases_of_rows_are_in_the_bundle_and_change_no_answer(base: Path, tmp_
 def test_phrases_that_nothing_drafts_or_that_are_none_are_refused(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, damaged, other = tmp_path / "rows.jsonl", tmp_path / "phrases.bin", tmp_path / "other.BIN"
+    rows = tmp_path / "rows.jsonl"
+    damaged = tmp_path / "phrases.bin"
+    other = tmp_path / "other.BIN"
     rows.write_text('{"prompt": "a", "completion": "b"}')
     damaged.write_bytes(bytes(12))
     other.write_bytes(phrase_table([Sample(tuple(range(40_000, 40_500)), 1)] * LEAST, 49_152))

@@ -27,7 +27,8 @@ class Called(nn.Module):
 
     def __init__(self, call: Callable[..., tuple[Tensor, ...]], *parts: nn.Module) -> None:
         super().__init__()
-        self.call, self.parts = call, nn.ModuleList(parts)
+        self.call = call
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.call(*self.parts, *tensors)
@@ -35,7 +36,9 @@ class Called(nn.Module):
 
 def check(module: Called, inputs: dict[str, Tensor], outputs: int = 1, **counts: int) -> None:
     """The graph computes what the module computes, with these many nodes of these kinds."""
-    specs = [TensorSpec(name, tuple(given.shape), str(given.dtype)[6:]) for name, given in inputs.items()]
+    specs = [
+        TensorSpec(name, tuple(given.shape), str(given.dtype)[6:]) for name, given in inputs.items()
+    ]
     edit = trace(module, specs, [f"y{i}" for i in range(outputs)])
     add_norms(edit)
     quantize(edit, Quant.FP32, WeightStore())
@@ -69,7 +72,9 @@ def test_rows_of_all_layers_are_gathered_once(kv_heads: int) -> None:
     """Keys as heads, the accepted path gathered per layer, heads as rows again, layers stacked."""
 
     def rows(path: Tensor, *layers: Tensor) -> tuple[Tensor]:
-        heads = [layer.view(1, 5, kv_heads, -1).transpose(1, 2).index_select(2, path) for layer in layers]
+        heads = [
+            layer.view(1, 5, kv_heads, -1).transpose(1, 2).index_select(2, path) for layer in layers
+        ]
         return (torch.cat([one.transpose(1, 2).flatten(2) for one in heads]),)
 
     layers = {f"x{i}": random(1, 5, 8, seed=i) for i in range(3)}
@@ -98,11 +103,20 @@ def test_an_mlp_of_two_products_that_are_multiplied_has_one_and_our_activation()
 
 def test_queries_and_keys_are_turned_by_one_operator_unless_something_is_between() -> None:
     angles = random(32, 4, seed=3)
-    cos, sin = (nn.Embedding.from_pretrained(torch.cat([table, table], 1)) for table in (angles.cos(), angles.sin()))
-    linears = nn.Linear(16, 32, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    cos, sin = (
+        nn.Embedding.from_pretrained(torch.cat([table, table], 1))
+        for table in (angles.cos(), angles.sin())
+    )
+    linears = (
+        nn.Linear(16, 32, bias=False),
+        nn.Linear(16, 16, bias=False),
+        nn.Linear(16, 16, bias=False),
+    )
 
     def project(scale: float) -> Callable[..., Turned]:
-        def call(q: nn.Module, k: nn.Module, v: nn.Module, cos: nn.Module, sin: nn.Module, *given: Tensor) -> Turned:
+        def call(
+            q: nn.Module, k: nn.Module, v: nn.Module, cos: nn.Module, sin: nn.Module, *given: Tensor
+        ) -> Turned:
             x, at = given
             queries, keys = (each(x).view(1, 4, -1, 8).transpose(1, 2) for each in (q, k))
             queries = queries if scale == 1 else queries * scale
@@ -124,5 +138,11 @@ def test_queries_and_keys_are_turned_by_one_operator_unless_something_is_between
         Slice=0,
     )
     check(
-        Called(project(0.5), *linears, cos, sin), given, outputs=3, MatMul=1, RotarySplit=0, RotaryEmbedding=2, Split=1
+        Called(project(0.5), *linears, cos, sin),
+        given,
+        outputs=3,
+        MatMul=1,
+        RotarySplit=0,
+        RotaryEmbedding=2,
+        Split=1,
     )

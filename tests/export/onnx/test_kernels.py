@@ -1,4 +1,6 @@
-"""Kernels of our own: the same bits as NumPy for any number of rows, on any CPU, and bundles that run without them."""
+"""Kernels of our own: the same bits as NumPy for any number of rows, on any CPU, and bundles that
+run without them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ SHAPES = [(576, 960), (1536, 48), (100, 171), (32, 521), (7, 3000)]
 ROWS = (1, 2, 3, 4, 5, 7, 8, 10, 11, 17)
 
 
-@pytest.fixture(params=[kind if kind == "native" else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS])
+@pytest.fixture(
+    params=[
+        kind if kind == "native" else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS
+    ]
+)
 def library(request: pytest.FixtureRequest) -> Path:
     """The compiled kernels, of each kind in turn."""
     return built(request.param)
@@ -75,7 +81,9 @@ def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
     inverse = np.float32(127) / np.where(peak > 1e-35, peak, np.float32(np.inf))
     codes = np.rint(grouped * inverse[..., None]).astype(np.int32)
     scales = peak * np.float32(1 / 127)
-    values = np.stack([weight.codes & 15, weight.codes >> 4], axis=-1).reshape(*weight.scale.shape, 32)
+    values = np.stack([weight.codes & 15, weight.codes >> 4], axis=-1).reshape(
+        *weight.scale.shape, 32
+    )
     y = np.zeros((len(x), len(weight.codes)), np.float32)
     for b in range(blocks):
         sums = codes[:, b] @ (values[:, b].astype(np.int32) - 8).T
@@ -87,12 +95,19 @@ def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_every_row_has_numpys_bits_among_any_number_of_rows(
-    library: Path, inputs: int, outputs: int, threads: int, bits: str, monkeypatch: pytest.MonkeyPatch
+    library: Path,
+    inputs: int,
+    outputs: int,
+    threads: int,
+    bits: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = np.random.default_rng(inputs)
     weight = rng.standard_normal((outputs, inputs)).astype(np.float32)
     weight[0] = 0
-    x = (rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))).astype(np.float32)
+    x = (
+        rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))
+    ).astype(np.float32)
     x[1], x[2], x[4] = 0, 1e-38, np.sign(x[4])
     form = Int4Weight.of(weight.T)
     assert not (form.scale.view(np.uint32) & 0xFFFF).any()
@@ -136,12 +151,16 @@ def test_int8_rows_have_the_bits_of_integers_among_any_number_of_rows(
     rng = np.random.default_rng(outputs)
     weight = rng.standard_normal((outputs, inputs)).astype(np.float32)
     weight[0] = 0
-    x = (rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))).astype(np.float32)
+    x = (
+        rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))
+    ).astype(np.float32)
     x[1], x[4] = 0, np.sign(x[4])
     expected = forms.int8_product(x, weight.T)
     for rows in ROWS:
         model = forms.linears_model(rows, [weight], Quant.INT8)
-        assert [node.op_type for node in onnx.load_from_string(model).graph.node] == [kernels.INT8_LINEAR]
+        assert [node.op_type for node in onnx.load_from_string(model).graph.node] == [
+            kernels.INT8_LINEAR
+        ]
         for file in (library, None):
             (found,) = session(model, file, threads).run(None, {"x": x[None, :rows]})
             np.testing.assert_array_equal(found[0], expected[:rows])
@@ -149,14 +168,17 @@ def test_int8_rows_have_the_bits_of_integers_among_any_number_of_rows(
 
 def test_an_embedding_and_its_tied_head_have_the_bits_of_integers(library: Path) -> None:
     rng = np.random.default_rng(3)
-    table, ids = rng.standard_normal((521, 100)).astype(np.float32), rng.integers(0, 521, (1, 6))
+    table = rng.standard_normal((521, 100)).astype(np.float32)
+    ids = rng.integers(0, 521, (1, 6))
     model = forms.tied_model(6, table, Quant.INT8)
     graph = onnx.load_from_string(model).graph
     assert {kernels.INT8_EMBEDDING, kernels.INT8_LINEAR} <= {node.op_type for node in graph.node}
     expected = forms.int8_product(forms.embedded(ids, table), np.ascontiguousarray(table.T))
     for file in (library, None):
         opened = session(model, file)
-        np.testing.assert_array_equal(opened.run(None, {opened.get_inputs()[0].name: ids})[0], expected)
+        np.testing.assert_array_equal(
+            opened.run(None, {opened.get_inputs()[0].name: ids})[0], expected
+        )
     opened = session(model, library)
     with pytest.raises(Exception, match="none of the vocabulary"):
         opened.run(None, {opened.get_inputs()[0].name: ids + 521})
@@ -167,14 +189,27 @@ def head_model(rows: int, weight: np.ndarray, kind: str) -> bytes:
     values, scale = int8_factors(np.ascontiguousarray(weight.T))
     x = forms.value("x", (1, rows, weight.shape[1]))
     zero = np.full((1, rows, 1), 128, np.uint8)
-    inputs = [x, *(forms.stored(name, array) for name, array in (("codes", values), ("scales", scale), ("zero", zero)))]
-    for given, dtype in zip(inputs[1:], (ir.DataType.INT8, ir.DataType.FLOAT, ir.DataType.UINT8), strict=True):
+    inputs = [
+        x,
+        *(
+            forms.stored(name, array)
+            for name, array in (("codes", values), ("scales", scale), ("zero", zero))
+        ),
+    ]
+    for given, dtype in zip(
+        inputs[1:], (ir.DataType.INT8, ir.DataType.FLOAT, ir.DataType.UINT8), strict=True
+    ):
         given.type = ir.TensorType(dtype)
     form = {"axes": [-1], "keep": 1, "axis": 2, "block": weight.shape[1]}
     node = ir.node(kind, inputs, form, domain=kernels.DOMAIN)
     out = node.outputs[0]
-    out.name, out.type = "y", ir.TensorType(ir.DataType.INT64 if kind == kernels.INT8_ARGMAX else ir.DataType.FLOAT)
-    graph = ir.Graph([x], [out], nodes=[node], initializers=inputs[1:], opset_imports={"": OPSET, CONTRIB: 1})
+    out.name = "y"
+    out.type = ir.TensorType(
+        ir.DataType.INT64 if kind == kernels.INT8_ARGMAX else ir.DataType.FLOAT
+    )
+    graph = ir.Graph(
+        [x], [out], nodes=[node], initializers=inputs[1:], opset_imports={"": OPSET, CONTRIB: 1}
+    )
     model = ir.Model(graph, ir_version=11)
     add_functions(model)
     content: bytes = ir.serde.serialize_model(model).SerializeToString()
@@ -184,22 +219,34 @@ def head_model(rows: int, weight: np.ndarray, kind: str) -> bytes:
 def heads() -> dict[str, np.ndarray]:
     """Heads ``[V, K]``, from many tokens to such in which the lower bits of weights are no noise."""
     rng = np.random.default_rng(5)
-    drawn = {shape: rng.standard_normal(shape).astype(np.float32) for shape in ((9001, 576), (521, 100), (40, 32))}
+    drawn = {
+        shape: rng.standard_normal(shape).astype(np.float32)
+        for shape in ((9001, 576), (521, 100), (40, 32))
+    }
     twice = np.concatenate([drawn[521, 100]] * 3)
     levels = np.round(rng.uniform(-1, 1, (700, 64))).astype(np.float32)
     one = np.zeros((300, 192), np.float32)
     one[np.arange(300), rng.integers(0, 192, 300)] = rng.standard_normal(300)
-    return {"large": drawn[9001, 576], "twice": twice, "small": drawn[40, 32], "levels": levels, "one weight": one}
+    return {
+        "large": drawn[9001, 576],
+        "twice": twice,
+        "small": drawn[40, 32],
+        "levels": levels,
+        "one weight": one,
+    }
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("head", heads())
-def test_the_best_column_is_that_of_the_whole_product(library: Path, head: str, threads: int) -> None:
+def test_the_best_column_is_that_of_the_whole_product(
+    library: Path, head: str, threads: int
+) -> None:
     weight = heads()[head]
     rng = np.random.default_rng(len(weight))
     x = rng.standard_normal((max(ROWS), weight.shape[1])).astype(np.float32)
     x[:, :3] *= 30  # as in hidden states, where few channels are much larger than the others
-    x[1], x[2] = 0, weight[7] / np.abs(weight[7]).max()
+    x[1] = 0
+    x[2] = weight[7] / np.abs(weight[7]).max()
     expected = forms.int8_product(x, weight.T).argmax(-1)
     for rows in ROWS:
         model = head_model(rows, weight, kernels.INT8_ARGMAX)
@@ -223,7 +270,11 @@ def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_emb
         assert {kernels.INT8_ARGMAX, kernels.TIED_EMBEDDING} <= kinds
         assert not kinds & {kernels.INT8_LINEAR, kernels.INT8_EMBEDDING, "TopK"}, name
     texts = {
-        "".join(Session.open(tmp_path / folder, options=EngineOptions(kernels=ours)).generate("a b c", max_tokens=40))
+        "".join(
+            Session.open(tmp_path / folder, options=EngineOptions(kernels=ours)).generate(
+                "a b c", max_tokens=40
+            )
+        )
         for folder in ("whole", "halves")
         for ours in (True, False)
     }
@@ -231,12 +282,15 @@ def test_a_head_of_which_the_best_column_is_wanted_is_read_by_halves_and_its_emb
     assert set(parts_of(tmp_path / "halves" / "step.onnx").values()) == forms.PARTS
 
 
-ARM_GCC, ARM = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max")
+ARM_GCC = "aarch64-linux-gnu-g++"
+ARM = ("qemu-aarch64", "-cpu", "max")
 on_arm = pytest.mark.skipif(
     shutil.which(ARM_GCC) is None or shutil.which(ARM[0]) is None,
     reason=f"needs {ARM_GCC} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
 )
-CLANG = next((name for number in range(22, 16, -1) if shutil.which(name := f"clang++-{number}")), None)
+CLANG = next(
+    (name for number in range(22, 16, -1) if shutil.which(name := f"clang++-{number}")), None
+)
 """One that compiles single functions for the dot product, as Android's does."""
 ARM_COMPILERS = [[ARM_GCC, "-O1"], pytest.param([ARM_GCC], marks=pytest.mark.slow)]
 """As fast to compile as instructions that the sources name allow, and as users get them."""
@@ -252,7 +306,9 @@ def says(
     under: Sequence[str] = (),
     beside: Sequence[str] = (),
 ) -> tuple[int, str]:
-    """What a program beside this file returns and prints, ``under`` an emulator; ``beside``: sources of kernels."""
+    """What a program beside this file returns and prints, ``under`` an emulator; ``beside``:
+    sources of kernels.
+    """
     flags = [*(flag for flag in kernels.FLAGS if flag != "-shared"), *WARNINGS, *options]
     sources = [Path(__file__).with_name(source), *(kernels.SOURCES / name for name in beside)]
     objects = compiled_objects(sources, [*compiler], flags)
@@ -270,7 +326,15 @@ def test_products_of_arm_processors_have_the_bits_of_integers(
 ) -> None:
     """There is no ONNX Runtime to call them, so a program in products.cpp does."""
     sources = ("int4.cpp", "int4_products.cpp", "int8.cpp", "argmax.cpp")
-    found = says("products.cpp", tmp_path, "-static", f"-D{kind}", compiler=compiler, under=ARM, beside=sources)
+    found = says(
+        "products.cpp",
+        tmp_path,
+        "-static",
+        f"-D{kind}",
+        compiler=compiler,
+        under=ARM,
+        beside=sources,
+    )
     count = 99 if kind == "ARGMAX" else 5973
     assert found == (0, f"0 of {count} differ\n")
 
@@ -282,11 +346,17 @@ OPERATORS = ("attention.cpp", *LINEARS, "rows.cpp")
 @pytest.mark.wide
 @on_arm
 @pytest.mark.parametrize("compiler", ARM_COMPILERS, ids=lambda compiler: compiler[0])
-def test_operators_have_the_same_bits_on_arm_processors(compiler: Sequence[str], tmp_path: Path) -> None:
+def test_operators_have_the_same_bits_on_arm_processors(
+    compiler: Sequence[str], tmp_path: Path
+) -> None:
     here = says("bits.cpp", tmp_path, beside=OPERATORS)
-    assert here == says("bits.cpp", tmp_path, "-static", compiler=compiler, under=ARM, beside=OPERATORS)
+    assert here == says(
+        "bits.cpp", tmp_path, "-static", compiler=compiler, under=ARM, beside=OPERATORS
+    )
     old = subprocess.run(
-        ["qemu-aarch64", "-cpu", "cortex-a53", str(tmp_path / "program")], capture_output=True, text=True
+        ["qemu-aarch64", "-cpu", "cortex-a53", str(tmp_path / "program")],
+        capture_output=True,
+        text=True,
     )
     assert here == (old.returncode, old.stdout)
     assert len(here[1].splitlines()) == 36
@@ -294,29 +364,40 @@ def test_operators_have_the_same_bits_on_arm_processors(compiler: Sequence[str],
 
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [(), ("-DSSDEVICE_PORTABLE",)])
-def test_every_float16_is_read_and_rounded_to_as_the_format_says(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_float16_is_read_and_rounded_to_as_the_format_says(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
     assert says("halves.cpp", tmp_path, *options) == (0, "0 differ\n")
 
 
 @pytest.mark.wide
 @on_arm
 def test_every_float16_is_read_and_rounded_to_on_arm_as_the_format_says(tmp_path: Path) -> None:
-    assert says("halves.cpp", tmp_path, "-static", compiler=[ARM_GCC], under=ARM) == (0, "0 differ\n")
+    assert says("halves.cpp", tmp_path, "-static", compiler=[ARM_GCC], under=ARM) == (
+        0,
+        "0 differ\n",
+    )
 
 
-KV_HEADS, GROUPS = 3, 5
+KV_HEADS = 3
+GROUPS = 5
 ANCESTORS = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
 """Of a root with two children, the second of which has one."""
 
 
 def model_of(
-    name: str, shapes: dict[str, tuple[int, ...]], outputs: int, alone: bool = False, **attributes: object
+    name: str,
+    shapes: dict[str, tuple[int, ...]],
+    outputs: int,
+    alone: bool = False,
+    **attributes: object,
 ) -> bytes:
     """One of our operators, with its function; ``alone``: that for a single row."""
     inputs = [forms.value(name, shape) for name, shape in shapes.items()]
     node = ir.node(name, inputs, attributes, domain=kernels.DOMAIN, num_outputs=outputs)
     for i, out in enumerate(node.outputs):
-        out.name, out.type = f"y{i}", ir.TensorType(ir.DataType.FLOAT)
+        out.name = f"y{i}"
+        out.type = ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": OPSET, CONTRIB: 1})
     model = ir.Model(graph, ir_version=11)
     add_functions(model, alone)
@@ -325,15 +406,21 @@ def model_of(
 
 
 @pytest.mark.parametrize("width", [1536, 20, 3])
-def test_the_gated_activation_is_that_of_standard_operators_up_to_rounding(library: Path, width: int) -> None:
+def test_the_gated_activation_is_that_of_standard_operators_up_to_rounding(
+    library: Path, width: int
+) -> None:
     x = (np.random.default_rng(width).standard_normal((1, 5, 2 * width)) * 20).astype(np.float32)
     x[0, 0, :3] = 0, -80, 200
     model = model_of(kernels.GATED_SILU, {"x": x.shape}, 1)
-    ours, native, standard = (session(model, file).run(None, {"x": x})[0] for file in (library, built("native"), None))
+    ours, native, standard = (
+        session(model, file).run(None, {"x": x})[0] for file in (library, built("native"), None)
+    )
     np.testing.assert_array_equal(ours, native)
     gate, up = np.split(x.astype(np.float64), 2, axis=-1)
     np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1e-6)
-    np.testing.assert_allclose(standard, ours, atol=1e-4)  # ONNX Runtime's sigmoid is less exact far from 0
+    np.testing.assert_allclose(
+        standard, ours, atol=1e-4
+    )  # ONNX Runtime's sigmoid is less exact far from 0
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1152, 256), (256, 1728), (37, 21), (3, 5)])
@@ -351,19 +438,29 @@ def test_a_product_with_a_weight_in_float16_is_that_of_float32_up_to_rounding(
     np.testing.assert_array_equal(ours, native)
     scale = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64)
     for found in (ours, standard):
-        assert (np.abs(found - x.astype(np.float64) @ weight.astype(np.float64)) <= 1e-6 * scale).all()
-    (alone,) = session(forms.half_linear_model(1, weight), built("native")).run(None, {"x": x[:, 1:2]})
+        assert (
+            np.abs(found - x.astype(np.float64) @ weight.astype(np.float64)) <= 1e-6 * scale
+        ).all()
+    (alone,) = session(forms.half_linear_model(1, weight), built("native")).run(
+        None, {"x": x[:, 1:2]}
+    )
     np.testing.assert_array_equal(alone[0, 0], ours[0, 1])
 
 
 @pytest.mark.parametrize("width", [576, 20, 3])
-def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(library: Path, width: int) -> None:
+def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(
+    library: Path, width: int
+) -> None:
     rng = np.random.default_rng(width)
     x, y = (rng.standard_normal((2, 1, 5, width)) * 10).astype(np.float32)
     x[0, 0] = y[0, 0] = 0
     feeds = {"x": x, "y": y, "weight": rng.standard_normal(width).astype(np.float32)}
-    model = model_of(kernels.ADD_NORM, {name: value.shape for name, value in feeds.items()}, 2, epsilon=1e-5)
-    ours, native, standard = (session(model, file).run(None, feeds) for file in (library, built("native"), None))
+    model = model_of(
+        kernels.ADD_NORM, {name: value.shape for name, value in feeds.items()}, 2, epsilon=1e-5
+    )
+    ours, native, standard = (
+        session(model, file).run(None, feeds) for file in (library, built("native"), None)
+    )
     total = (x + y).astype(np.float64)
     expected = total / np.sqrt(np.square(total).mean(-1, keepdims=True) + 1e-5) * feeds["weight"]
     for mine, other in zip(ours, native, strict=True):
@@ -376,15 +473,26 @@ def test_the_norm_of_a_sum_is_that_of_standard_operators_up_to_rounding(library:
 
 @pytest.mark.parametrize("rotated", [64, 32])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_queries_and_keys_are_rotated_and_values_are_not(library: Path, rows: int, rotated: int) -> None:
-    rng, heads, dim = np.random.default_rng(rows), KV_HEADS * GROUPS, 64
+def test_queries_and_keys_are_rotated_and_values_are_not(
+    library: Path, rows: int, rotated: int
+) -> None:
+    rng = np.random.default_rng(rows)
+    heads = KV_HEADS * GROUPS
+    dim = 64
     x = rng.standard_normal((1, rows, heads + 2 * KV_HEADS, dim)).astype(np.float32)
     angle = rng.uniform(0, 6, (1, rows, rotated // 2))
-    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-    a, b = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
-    c, s = cos[:, :, None], sin[:, :, None]
+    cos = np.cos(angle).astype(np.float32)
+    sin = np.sin(angle).astype(np.float32)
+    a = x[..., : rotated // 2]
+    b = x[..., rotated // 2 : rotated]
+    c = cos[:, :, None]
+    s = sin[:, :, None]
     turned = np.concatenate([a * c - b * s, b * c + a * s, x[..., rotated:]], -1)
-    expected = [turned[:, :, :heads], turned[:, :, heads : heads + KV_HEADS], x[:, :, heads + KV_HEADS :]]
+    expected = [
+        turned[:, :, :heads],
+        turned[:, :, heads : heads + KV_HEADS],
+        x[:, :, heads + KV_HEADS :],
+    ]
     flat = [part.reshape(1, rows, -1) for part in expected]
     feeds = {"x": x.reshape(1, rows, -1), "cos": cos, "sin": sin}
     settings = {
@@ -393,7 +501,9 @@ def test_queries_and_keys_are_rotated_and_values_are_not(library: Path, rows: in
         "rotary_dim": rotated,
         "widths": [part.shape[-1] for part in flat],
     }
-    model = model_of(kernels.ROTARY_SPLIT, {name: value.shape for name, value in feeds.items()}, 3, **settings)
+    model = model_of(
+        kernels.ROTARY_SPLIT, {name: value.shape for name, value in feeds.items()}, 3, **settings
+    )
     for ours, exact in zip(session(model, library).run(None, feeds), flat, strict=True):
         np.testing.assert_array_equal(ours, exact)
     for standard, exact in zip(session(model, None).run(None, feeds), flat, strict=True):
@@ -404,8 +514,12 @@ CACHES = {kernels.TREE_ATTENTION: np.float32, kernels.HALF_TREE_ATTENTION: np.fl
 """The operators of attention, and the type of their caches."""
 
 
-def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0, groups: int = GROUPS) -> bytes:
-    """An operator of attention as the exporter writes it, with its function; ``more``: new rows in the second run."""
+def attention_model(
+    kind: str, rows: int, past: int, dim: int, more: int = 0, groups: int = GROUPS
+) -> bytes:
+    """An operator of attention as the exporter writes it, with its function; ``more``: new rows in
+    the second run.
+    """
     width = KV_HEADS * dim
     shapes = {
         "q": (1, rows, groups * width),
@@ -431,15 +545,22 @@ def attention_model(kind: str, rows: int, past: int, dim: int, more: int = 0, gr
 def attention_inputs(
     kind: str, past: int, dim: int, seen: np.ndarray, shown: int, groups: int = GROUPS
 ) -> dict[str, np.ndarray]:
-    """Rows at random; of ``past`` rows the first ``shown`` are visible, of the new ones those in ``seen [R, R]``."""
-    rng, rows, width = np.random.default_rng(past), len(seen), KV_HEADS * dim
+    """Rows at random; of ``past`` rows the first ``shown`` are visible, of the new ones those in
+    ``seen [R, R]``.
+    """
+    rng = np.random.default_rng(past)
+    rows = len(seen)
+    width = KV_HEADS * dim
     visible = np.concatenate([np.tile(np.arange(past) < shown, (rows, 1)), seen], axis=1)
     mask = np.where(visible, np.float32(0), np.float32(-1e9))[None, None]
     drawn = {"q": (1, rows, groups * width), "keys": (rows, width), "values": (rows, width)}
     drawn |= {"past_keys": (past, width), "past_values": (past, width)}
     drawn |= {"more_keys": (0, width), "more_values": (0, width)}
     types = {"past_keys": CACHES[kind], "past_values": CACHES[kind]}
-    made = {name: rng.standard_normal(shape).astype(types.get(name, np.float32)) for name, shape in drawn.items()}
+    made = {
+        name: rng.standard_normal(shape).astype(types.get(name, np.float32))
+        for name, shape in drawn.items()
+    }
     return {"mask": mask, **made}
 
 
@@ -452,7 +573,9 @@ def test_attention_is_that_of_standard_operators_up_to_rounding(
     feeds = attention_inputs(kind, past, dim, ANCESTORS, shown)
     model = attention_model(kind, 4, past, dim)
     for threads in (1, 2):
-        ours, standard = (session(model, file, threads).run(None, feeds)[0] for file in (library, None))
+        ours, standard = (
+            session(model, file, threads).run(None, feeds)[0] for file in (library, None)
+        )
         np.testing.assert_allclose(ours, standard, atol=2e-6)
 
 
@@ -470,13 +593,19 @@ def test_new_rows_in_two_runs_are_attended_to_as_in_one(library: Path, kind: str
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("dim", "groups"), [(64, 3), (64, 2), (64, GROUPS), (20, GROUPS)])
-def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, dim: int, groups: int, kind: str) -> None:
+def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(
+    library: Path, dim: int, groups: int, kind: str
+) -> None:
     feeds = attention_inputs(kind, 40, dim, ANCESTORS, 29, groups)
     (tree,) = session(attention_model(kind, 4, 40, dim, groups=groups), library).run(None, feeds)
     for node, seen in enumerate(ANCESTORS):
         path = np.flatnonzero(seen)[:-1]
-        past = {  # what the cache holds when plain decoding comes to this node, and a row that is still masked
-            name: np.concatenate([feeds[f"past_{name}"][:29], feeds[name][path], feeds[name][:1]]).astype(CACHES[kind])
+        # what the cache holds when plain decoding comes to this node, and a row that is still
+        # masked
+        past = {
+            name: np.concatenate(
+                [feeds[f"past_{name}"][:29], feeds[name][path], feeds[name][:1]]
+            ).astype(CACHES[kind])
             for name in ("keys", "values")
         }
         mask = np.zeros((1, 1, 1, len(past["keys"]) + 1), np.float32)
@@ -485,7 +614,9 @@ def test_a_node_has_the_bits_of_the_same_row_in_plain_decoding(library: Path, di
         alone |= {name: feeds[name][node : node + 1] for name in past}
         alone |= {f"more_{name}": feeds[f"more_{name}"] for name in past}
         alone |= {f"past_{name}": rows for name, rows in past.items()}
-        (row,) = session(attention_model(kind, 1, len(past["keys"]), dim, groups=groups), library).run(None, alone)
+        (row,) = session(
+            attention_model(kind, 1, len(past["keys"]), dim, groups=groups), library
+        ).run(None, alone)
         np.testing.assert_array_equal(row[0, 0], tree[0, node])
 
 
@@ -509,7 +640,10 @@ def test_without_kernels_a_row_alone_has_the_bits_of_the_same_row_among_others(
 @pytest.mark.parametrize("kind", CACHES)
 def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> None:
     dims = (32, 40, 64, 128)
-    models = [(attention_model(kind, 4, 300, dim), attention_inputs(kind, 300, dim, ANCESTORS, 290)) for dim in dims]
+    models = [
+        (attention_model(kind, 4, 300, dim), attention_inputs(kind, 300, dim, ANCESTORS, 290))
+        for dim in dims
+    ]
     for groups in (1, 2, 3):  # the rows of a tree may be computed together
         window = attention_inputs(kind, 300, 64, ANCESTORS, 290, groups)
         for row, hidden in enumerate((0, 0, 7, 133)):
@@ -519,7 +653,8 @@ def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> 
             chunk = attention_inputs(kind, past, 64, np.tril(np.ones((32, 32), bool)), past, groups)
             models.append((attention_model(kind, 32, past, 64, groups=groups), chunk))
     found = [
-        [session(model, built(cpu)).run(None, feeds)[0] for model, feeds in models] for cpu in ("native", "portable")
+        [session(model, built(cpu)).run(None, feeds)[0] for model, feeds in models]
+        for cpu in ("native", "portable")
     ]
     for native, portable in zip(*found, strict=True):
         np.testing.assert_array_equal(native, portable)
@@ -535,11 +670,15 @@ def test_without_the_kernels_a_graph_computes_the_same_up_to_rounding(library: P
 
 
 def test_rows_of_another_width_are_an_error_and_no_crash(library: Path) -> None:
-    model = onnx.load_from_string(forms.linears_model(2, [np.ones((256, 64), np.float32)], Quant.INT4))
+    model = onnx.load_from_string(
+        forms.linears_model(2, [np.ones((256, 64), np.float32)], Quant.INT4)
+    )
     model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 96
     del model.functions[:]  # whose rules for shapes would already refuse it
     with pytest.raises(Exception, match="rows have another width than the weights"):
-        session(model.SerializeToString(), library).run(None, {"x": np.ones((1, 2, 96), np.float32)})
+        session(model.SerializeToString(), library).run(
+            None, {"x": np.ones((1, 2, 96), np.float32)}
+        )
 
 
 def test_with_the_kernels_int4_steps_have_the_bits_of_plain_decoding_on_every_cpu(
@@ -558,7 +697,9 @@ def test_the_kernels_need_few_sizes_of_the_cache(
         assert main(export(base, out, "--adapter", f"app={adapter}")) == 0
 
     engine = open_engine(
-        Bundle.open(made_once("export/with-kernels", make)), "app", EngineOptions(kernels=with_kernels)
+        Bundle.open(made_once("export/with-kernels", make)),
+        "app",
+        EngineOptions(kernels=with_kernels),
     )
     conversation = engine.new_conversation()
     prefill(conversation, [1, 2, 3])

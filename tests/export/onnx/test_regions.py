@@ -1,4 +1,6 @@
-"""Operators in one node: the bits of each in its own, no path out of a region and back, no crash on a wrong text."""
+"""Operators in one node: the bits of each in its own, no path out of a region and back, no crash on
+a wrong text.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from ssdevice.runtime.onnx import kernels
 from tests.export.onnx import forms
 from tests.export.onnx.test_kernels import COMPILER, built, session
 
-ROWS, WIDTH = 3, 64
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (Debian: apt-get install g++)")
+ROWS = 3
+WIDTH = 64
+pytestmark = pytest.mark.skipif(
+    COMPILER is None, reason="needs a C++ compiler (Debian: apt-get install g++)"
+)
 
 
 def node(
@@ -28,9 +33,18 @@ def node(
     **attributes: object,
 ) -> list[ir.Value]:
     """The outputs of a new node, with these names: rows of ``width`` numbers."""
-    made = ir.node(kind, inputs, attributes, domain=domain, num_outputs=len(names.split()), name=f"node_{names}")
+    made = ir.node(
+        kind,
+        inputs,
+        attributes,
+        domain=domain,
+        num_outputs=len(names.split()),
+        name=f"node_{names}",
+    )
     for value, name in zip(made.outputs, names.split(), strict=True):
-        value.name, value.shape, value.type = name, ir.Shape([1, ROWS, width]), ir.TensorType(ir.DataType.FLOAT)
+        value.name = name
+        value.shape = ir.Shape([1, ROWS, width])
+        value.type = ir.TensorType(ir.DataType.FLOAT)
     return list(made.outputs)
 
 
@@ -53,7 +67,8 @@ def norms_around_a_standard_operator() -> ir.Model:
     nodes = [maker(value) for value in (a, b, turned, c, d, out)]
     imports = {"": OPSET, CONTRIB: 1, kernels.DOMAIN: 1}
     return ir.Model(
-        ir.Graph([x, y, weight], [second, out], nodes=nodes, opset_imports=imports, name="g"), ir_version=11
+        ir.Graph([x, y, weight], [second, out], nodes=nodes, opset_imports=imports, name="g"),
+        ir_version=11,
     )
 
 
@@ -66,7 +81,8 @@ def written(model: ir.Model) -> onnx.ModelProto:
 def test_a_region_has_the_bits_of_its_nodes_and_no_path_leads_back_into_it(kind: str) -> None:
     joined = norms_around_a_standard_operator()
     join_regions(Editor(joined))
-    one, several = written(joined), written(norms_around_a_standard_operator())
+    one = written(joined)
+    several = written(norms_around_a_standard_operator())
     # ``turned`` reads the first norms' sum, and the third norm reads it: so they are two regions.
     assert [each.op_type for each in one.graph.node] == [kernels.REGION, "Neg", kernels.REGION]
     onnx.checker.check_model(one)
@@ -76,7 +92,9 @@ def test_a_region_has_the_bits_of_its_nodes_and_no_path_leads_back_into_it(kind:
     shown = onnx.ModelProto()
     shown.CopyFrom(one)
     show_regions(shown)
-    assert [list(each.output) for each in shown.graph.node] == [list(each.output) for each in several.graph.node]
+    assert [list(each.output) for each in shown.graph.node] == [
+        list(each.output) for each in several.graph.node
+    ]
     for library in (built(kind), None):
         expected = session(several.SerializeToString(), library).run(None, given)
         for model in (one, shown):
@@ -87,7 +105,8 @@ def test_a_region_has_the_bits_of_its_nodes_and_no_path_leads_back_into_it(kind:
 
 
 def test_nodes_may_stand_in_any_order() -> None:
-    joined, turned = norms_around_a_standard_operator(), norms_around_a_standard_operator()
+    joined = norms_around_a_standard_operator()
+    turned = norms_around_a_standard_operator()
     nodes = list(turned.graph)
     for node in nodes[::-1]:
         turned.graph.remove(node)
@@ -106,14 +125,23 @@ def test_one_operator_stays_alone() -> None:
 
 
 def region(text: str) -> bytes:
-    """A model of one region that takes floats ``[1, 2, 8]``, as many as its text says or three, and gives floats."""
+    """A model of one region that takes floats ``[1, 2, 8]``, as many as its text says or three, and
+    gives floats.
+    """
     names = "xyz"[: int(text[0]) if text[:1].isdigit() else 3]
-    inputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 2, 8]) for name in names]
+    inputs = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 2, 8])
+        for name in names
+    ]
     output = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
-    one = onnx.helper.make_node(kernels.REGION, list(names), ["out"], domain=kernels.DOMAIN, text=text)
+    one = onnx.helper.make_node(
+        kernels.REGION, list(names), ["out"], domain=kernels.DOMAIN, text=text
+    )
     graph = onnx.helper.make_graph([one], "g", inputs, [output])
     imports = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(kernels.DOMAIN, 1)]
-    model: bytes = onnx.helper.make_model(graph, opset_imports=imports, ir_version=11).SerializeToString()
+    model: bytes = onnx.helper.make_model(
+        graph, opset_imports=imports, ir_version=11
+    ).SerializeToString()
     return model
 
 

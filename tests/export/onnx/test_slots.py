@@ -39,9 +39,22 @@ PROMPTS = ("a b c", "d e f g h i j k l m n o p q r s t u v w")
 
 def export(base: Path, out: Path, *flags: str) -> list[str]:
     return [
-        "export", "--model", str(base), "--target", "onnx", "--context", "96", "--chunk", "16", "--tree", "chain:2",
-        "--out", str(out), "--quiet", *flags,
-    ]  # fmt: skip
+        "export",
+        "--model",
+        str(base),
+        "--target",
+        "onnx",
+        "--context",
+        "96",
+        "--chunk",
+        "16",
+        "--tree",
+        "chain:2",
+        "--out",
+        str(out),
+        "--quiet",
+        *flags,
+    ]
 
 
 @pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.wide)])
@@ -78,7 +91,9 @@ def answer(session: Session, prompt: str, mode: str = "speculative", count: int 
 def test_every_app_passed_the_gate_over_one_set_of_weights(bundle: Bundle) -> None:
     manifest = bundle.manifest
     kinds = {"sql": AdapterKind.SLOT, "exact": AdapterKind.SLOT, "base": AdapterKind.BASE}
-    assert {app.name: app.kind for app in manifest.apps} == {name: kinds[name] for name in apps_of(bundle)}
+    assert {app.name: app.kind for app in manifest.apps} == {
+        name: kinds[name] for name in apps_of(bundle)
+    }
     for app in manifest.apps:
         assert manifest.parity[f"{app.name}.input_error"] < 1e-5
         assert manifest.parity[f"{app.name}.product_error"] < (
@@ -89,7 +104,9 @@ def test_every_app_passed_the_gate_over_one_set_of_weights(bundle: Bundle) -> No
     limit = manifest.model.parameters * (4 if manifest.precision == "fp32" else 1.8) + 160_000
     assert manifest.files[WEIGHTS_FILE].size < limit
     graphs = [path for path in manifest.files if path.endswith(".onnx")]
-    assert len(graphs) == 2 * (len(manifest.apps) + 1) and all(manifest.files[path].size < 400_000 for path in graphs)
+    assert len(graphs) == 2 * (len(manifest.apps) + 1) and all(
+        manifest.files[path].size < 400_000 for path in graphs
+    )
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -120,7 +137,11 @@ def test_switching_opens_nothing_again_and_starts_anew(bundle: Bundle) -> None:
         for _ in range(3):
             for app in apps_of(bundle):
                 session.use(app)
-                assert session.engine is opened[app] and session._conversation.length == 0 and not session.messages
+                assert (
+                    session.engine is opened[app]
+                    and session._conversation.length == 0
+                    and not session.messages
+                )
                 answer(session, PROMPTS[1], count=6)
         session.use("sql")
         assert answer(session, PROMPTS[0]) == fresh
@@ -140,7 +161,10 @@ def test_an_answer_ends_when_the_app_is_switched(bundle: Bundle) -> None:
 
 
 def test_sessions_share_the_base_and_the_adapters(bundle: Bundle) -> None:
-    with Session.open(bundle, app="sql", threads=1) as one, Session.open(bundle, app="sql", threads=1) as two:
+    with (
+        Session.open(bundle, app="sql", threads=1) as one,
+        Session.open(bundle, app="sql", threads=1) as two,
+    ):
         expected = answer(one, PROMPTS[0])
         assert isinstance(one.engine, OnnxEngine) and isinstance(two.engine, OnnxEngine)
         assert one.engine.session(STEP) is two.engine.session(STEP)
@@ -157,10 +181,25 @@ def test_an_app_is_added_removed_and_is_what_an_export_makes_it(
     copy: Path, bundle: Bundle, with_lora: Path, plain_lora: Path
 ) -> None:
     assert main(["bundle", "add-app", str(copy), f"again={with_lora}", "--quiet"]) == 0
-    assert main(["bundle", "add-app", str(copy), f"peft={plain_lora}", "--adapter-precision", "fp16", "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "bundle",
+                "add-app",
+                str(copy),
+                f"peft={plain_lora}",
+                "--adapter-precision",
+                "fp16",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     made = Bundle.open(copy)
     one, two = (made.manifest.files[made.app(name).files[0]].sha256 for name in ("sql", "again"))
-    assert one == two and made.app("again").instruction == "Do it." and made.app("peft").mode is None
+    assert (
+        one == two and made.app("again").instruction == "Do it." and made.app("peft").mode is None
+    )
     with Session.open(made, app="again", threads=1) as session:
         added = answer(session, PROMPTS[0])
         session.use("peft")
@@ -173,11 +212,27 @@ def test_an_app_is_added_removed_and_is_what_an_export_makes_it(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
-def test_an_app_takes_less_room_in_half_and_in_bytes(copy: Path, with_lora: Path, precision: str) -> None:
-    assert main(["bundle", "add-app", str(copy), f"{precision}={with_lora}", "--adapter-precision", precision]) == 0
+def test_an_app_takes_less_room_in_half_and_in_bytes(
+    copy: Path, with_lora: Path, precision: str
+) -> None:
+    assert (
+        main(
+            [
+                "bundle",
+                "add-app",
+                str(copy),
+                f"{precision}={with_lora}",
+                "--adapter-precision",
+                precision,
+            ]
+        )
+        == 0
+    )
     assert main(["verify", str(copy), "--app", precision, "--limit", "2", "--quiet"]) == 0
     made = Bundle.open(copy)
-    small, whole = (made.manifest.files[made.app(name).files[0]].size for name in (precision, "sql"))
+    small, whole = (
+        made.manifest.files[made.app(name).files[0]].size for name in (precision, "sql")
+    )
     assert small < whole
 
 
@@ -195,7 +250,9 @@ def greedy(base: Path, adapter: Path, ids: Sequence[int], count: int) -> list[in
 
 @pytest.mark.parametrize("bundle", ["fp32"], indirect=True)  # PEFT does not quantize
 @pytest.mark.parametrize("kind", ["with_lora", "plain_lora"])
-def test_adapters_say_what_they_say_in_peft(copy: Path, base: Path, kind: str, request: pytest.FixtureRequest) -> None:
+def test_adapters_say_what_they_say_in_peft(
+    copy: Path, base: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
     adapter = request.getfixturevalue(kind)
     assert main(["bundle", "add-app", str(copy), f"mine={adapter}", "--quiet"]) == 0
     with Session.open(copy, app="mine", threads=1) as session:
@@ -211,13 +268,20 @@ def test_apps_are_added_without_torch(copy: Path, plain_lora: Path, repository: 
         "assert code == 0; heavy = {'torch', 'transformers', 'peft', 'onnx'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=repository, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=repository, check=True, capture_output=True, timeout=120
+    )
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    copy: Path, base: Path, adapter: Path, lossless: Path, plain_lora: Path, tmp_path: Path,
+    copy: Path,
+    base: Path,
+    adapter: Path,
+    lossless: Path,
+    plain_lora: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     before = Bundle.open(copy).manifest
 
     def refuse(folder: Path, message: str) -> None:
@@ -237,23 +301,45 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     other = write_base(tmp_path / "other", initializer_range=0.2)
     refuse(write_adapter(tmp_path / "foreign", other), "another base: its sha256")
     refuse(write_adapter(tmp_path / "short", base, gamma=1), "γ = 1 streams")
-    refuse(write_adapter(tmp_path / "low", base, msa_layers=1), "no graphs for shared streams with N_s = 1")
+    refuse(
+        write_adapter(tmp_path / "low", base, msa_layers=1),
+        "no graphs for shared streams with N_s = 1",
+    )
     refuse(tmp_path / "nowhere", "no such folder")
     wordy = write_adapter(tmp_path / "wordy", base)
     settings = json.loads((wordy / "streams.json").read_text("utf-8"))
-    (wordy / "streams.json").write_text(json.dumps({**settings, "instruction": "a " * 999}), "utf-8")
+    (wordy / "streams.json").write_text(
+        json.dumps({**settings, "instruction": "a " * 999}), "utf-8"
+    )
     refuse(wordy, "the instruction of app 'new' and the chat template take 100")
-    refuse(broken(adapter, "streams.safetensors", "identifiers", torch.full((3, 128), torch.nan)), "not finite")
-    refuse(broken(adapter, "streams.safetensors", "identifiers", torch.zeros(3, 64)), "identifiers have shape")
+    refuse(
+        broken(adapter, "streams.safetensors", "identifiers", torch.full((3, 128), torch.nan)),
+        "not finite",
+    )
+    refuse(
+        broken(adapter, "streams.safetensors", "identifiers", torch.zeros(3, 64)),
+        "identifiers have shape",
+    )
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    refuse(broken(plain_lora, "adapter_model.safetensors", key, torch.zeros(4, 99)), "have shapes [4, 99]")
+    refuse(
+        broken(plain_lora, "adapter_model.safetensors", key, torch.zeros(4, 99)),
+        "have shapes [4, 99]",
+    )
     refuse(broken(plain_lora, "adapter_model.safetensors", key, torch.zeros(5, 128)), "have shapes")
     refuse(broken(plain_lora, "adapter_model.safetensors", key, None), "only one of its factors")
     head = write_lora(tmp_path / "head", base, target_modules=["lm_head"])
     refuse(head, "lm_head")
     speaks = Path(shutil.copytree(plain_lora, tmp_path / "speaks"))
-    refuse(write_own_tokenizer(speaks, base, "a" + TEMPLATE), "need different chat templates: export the app apart")
-    assert main(["bundle", "add-app", str(copy), f"new={write_own_tokenizer(speaks, base)}", "--quiet"]) == 0
+    refuse(
+        write_own_tokenizer(speaks, base, "a" + TEMPLATE),
+        "need different chat templates: export the app apart",
+    )
+    assert (
+        main(
+            ["bundle", "add-app", str(copy), f"new={write_own_tokenizer(speaks, base)}", "--quiet"]
+        )
+        == 0
+    )
     assert main(["bundle", "remove-app", str(copy), "new", "--quiet"]) == 0
     dora = write_lora(tmp_path / "dora", base, use_dora=True)
     refuse(dora, "use_dora")
@@ -265,7 +351,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 def test_an_adapter_without_a_slots_tensors_is_not_run(
     copy: Path, plain_lora: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that a manifest vouches for, but of another kind: a LoRA without streams in an app that has them."""
+    """A file that a manifest vouches for, but of another kind: a LoRA without streams in an app
+    that has them.
+    """
     assert main(["bundle", "add-app", str(copy), f"peft={plain_lora}", "--quiet"]) == 0
     document = json.loads((copy / "manifest.json").read_text("utf-8"))
     sql, peft = (f"adapters/{name}/adapter.onnx_adapter" for name in ("sql", "peft"))
@@ -279,14 +367,31 @@ def test_an_adapter_without_a_slots_tensors_is_not_run(
 @pytest.mark.wide
 def test_one_adapter_stands_apart_if_asked(base: Path, plain_lora: Path, tmp_path: Path) -> None:
     assert (
-        main(export(base, tmp_path / "b", "--quant", "fp32", "--dry-run", "--slots", "--adapter", f"a={plain_lora}"))
+        main(
+            export(
+                base,
+                tmp_path / "b",
+                "--quant",
+                "fp32",
+                "--dry-run",
+                "--slots",
+                "--adapter",
+                f"a={plain_lora}",
+            )
+        )
         == 2
     )
     flags = ("--adapter", f"a={plain_lora}", "--slots", "--quant", "int4")
-    arguments = [flag for flag in export(base, tmp_path / "b", *flags) if flag not in ("--tree", "chain:2")]
+    arguments = [
+        flag for flag in export(base, tmp_path / "b", *flags) if flag not in ("--tree", "chain:2")
+    ]
     assert main(arguments) == 0
     made = Bundle.open(tmp_path / "b")
-    assert made.geometry.gamma == 0 and made.app("a").kind is AdapterKind.SLOT and made.file(LAYOUT_FILE).is_file()
+    assert (
+        made.geometry.gamma == 0
+        and made.app("a").kind is AdapterKind.SLOT
+        and made.file(LAYOUT_FILE).is_file()
+    )
 
 
 ENGINES = ["functions", "native", pytest.param("portable", marks=pytest.mark.wide)]
@@ -298,9 +403,12 @@ ENGINES = ["functions", "native", pytest.param("portable", marks=pytest.mark.wid
 def test_a_row_has_the_same_bits_alone_and_among_others_and_is_what_its_factors_say(
     ranks: tuple[int, ...], threads: int, kind: str
 ) -> None:
-    inputs, rows = 300, 5
+    inputs = 300
+    rows = 5
     outputs = tuple(40 + 300 * i for i in range(len(ranks)))
-    slot = Slot(SlotKind.LORA, tuple(f"l.{i}" for i in range(len(ranks))), inputs, outputs, int8=True)
+    slot = Slot(
+        SlotKind.LORA, tuple(f"l.{i}" for i in range(len(ranks))), inputs, outputs, int8=True
+    )
     draw = np.random.default_rng(0)
     feeds = {
         slot.down.name: draw.integers(-127, 128, (inputs, sum(ranks))).astype(np.int8),
@@ -316,10 +424,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_is_what_its_factors_
     whole = product(slot, rows, threads, {**feeds, "x": x, "base": base}, library)
     for row in range(rows):
         only = slice(row, row + 1)
-        alone = product(slot, 1, threads, {**feeds, "x": x[:, only], "base": base[:, only]}, library)
+        alone = product(
+            slot, 1, threads, {**feeds, "x": x[:, only], "base": base[:, only]}, library
+        )
         np.testing.assert_array_equal(alone[0, 0], whole[0, row])
 
-    if kind == "functions":  # whose sums of large codes saturate in ONNX Runtime where a CPU has no VNNI
+    if (
+        kind == "functions"
+    ):  # whose sums of large codes saturate in ONNX Runtime where a CPU has no VNNI
         feeds[slot.down.name] //= 2
         whole = product(slot, rows, threads, {**feeds, "x": x, "base": base}, library)
     scale = np.abs(x).max(-1, keepdims=True) * np.float32(1 / 127)
@@ -330,21 +442,29 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_is_what_its_factors_
     expected = base + np.concatenate([piece @ up for piece, up in pieces], axis=-1)
     np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     if kind == "native":
-        np.testing.assert_array_equal(whole, product(slot, rows, 3 - threads, {**feeds, "x": x, "base": base}, library))
+        np.testing.assert_array_equal(
+            whole, product(slot, rows, 3 - threads, {**feeds, "x": x, "base": base}, library)
+        )
     if kind == "portable":
         native = product(slot, rows, threads, {**feeds, "x": x, "base": base}, built("native"))
         np.testing.assert_array_equal(whole, native)
 
 
 def product(
-    slot: Slot, rows: int, threads: int, feeds: dict[str, np.ndarray], library: Path | None,  # type: ignore[type-arg]
-) -> np.ndarray:  # type: ignore[type-arg]  # fmt: skip
+    slot: Slot,
+    rows: int,
+    threads: int,
+    feeds: dict[str, np.ndarray],
+    library: Path | None,  # type: ignore[type-arg]
+) -> np.ndarray:  # type: ignore[type-arg]
     """What the slot beside a product ``base`` makes of it."""
     x, base = (
         ir.Value(name=name, shape=ir.Shape([1, rows, width]), type=ir.TensorType(ir.DataType.FLOAT))
         for name, width in (("x", slot.inputs), ("base", sum(slot.outputs)))
     )
-    graph = ir.Graph([x, base], [], nodes=[ir.node("Identity", [x])], opset_imports={"": 23, CONTRIB: 1})
+    graph = ir.Graph(
+        [x, base], [], nodes=[ir.node("Identity", [x])], opset_imports={"": 23, CONTRIB: 1}
+    )
     edit = Editor(ir.Model(graph, ir_version=11))
     last = graph[-1]
     out = beside(edit, slot, base, x, last, exact=True)
@@ -358,4 +478,6 @@ def product(
         options.register_custom_ops_library(str(library))
     session = ort.InferenceSession(ir.to_proto(edit.model).SerializeToString(), options)
     names = {value.name for value in session.get_inputs()}
-    return np.asarray(session.run(None, {name: value for name, value in feeds.items() if name in names})[0])
+    return np.asarray(
+        session.run(None, {name: value for name, value in feeds.items() if name in names})[0]
+    )

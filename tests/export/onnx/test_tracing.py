@@ -1,4 +1,6 @@
-"""Every family's step, prefill and plain step become ONNX graphs that compute what the torch module computes."""
+"""Every family's step, prefill and plain step become ONNX graphs that compute what the torch module
+computes.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,42 @@ from ssdevice.tree import Tree
 from tests.model.tiny import MODELS, tiny_model
 
 TREE = Tree.of([[0], [1], [0, 0]])
-CONTEXT, CHUNK = 24, 5
-LENGTH, ROWS = 9, 12
+CONTEXT = 24
+CHUNK = 5
+LENGTH = 9
+ROWS = 12
 """Committed tokens, and the rows that are passed: those behind the length hold anything."""
 FLOAT = "float32"
 ALWAYS = ("gemma3_text", "opt-before", "olmo")
-"""Windows and norms of several kinds; biases and learned positions; an operator in place. The rest are slow tests."""
+"""Windows and norms of several kinds; biases and learned positions; an operator in place.
+
+The rest are slow tests.
+"""
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.wide if name in ALWAYS else pytest.mark.slow) for name in MODELS]
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.wide if name in ALWAYS else pytest.mark.slow)
+        for name in MODELS
+    ],
 )
 def test_every_function_of_every_family(family: str) -> None:
-    model = build(tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT).eval()
+    model = build(
+        tiny_model(family), StreamConfig(Mode.LOSSLESS, TREE.depth, 1, adapter_rank=4), CONTEXT
+    ).eval()
     backbone = model.backbone
     vocab = int(backbone.config.vocab_size)
     geometry = Geometry(
-        backbone.num_layers, backbone.kv_heads, backbone.head_dim, vocab, TREE.depth, TREE.width, TREE, CONTEXT, CHUNK
+        backbone.num_layers,
+        backbone.kv_heads,
+        backbone.head_dim,
+        vocab,
+        TREE.depth,
+        TREE.width,
+        TREE,
+        CONTEXT,
+        CHUNK,
     )
     draw = np.random.default_rng(0)
     for schedule in Schedule:
@@ -56,7 +77,9 @@ def test_every_function_of_every_family(family: str) -> None:
             with torch.no_grad():
                 expected = form(*(torch.from_numpy(given[tensor.name]) for tensor in spec.inputs))
             for tensor, mine, theirs in zip(spec.outputs, run(edit, given), expected, strict=True):
-                np.testing.assert_allclose(mine, theirs.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{name} {tensor.name}")
+                np.testing.assert_allclose(
+                    mine, theirs.numpy(), rtol=1e-4, atol=1e-4, err_msg=f"{name} {tensor.name}"
+                )
 
 
 def example(tensor: TensorSpec, vocab: int, draw: np.random.Generator) -> np.ndarray:
@@ -76,13 +99,16 @@ def run(edit: Editor, given: dict[str, np.ndarray]) -> list[np.ndarray]:
     options.log_severity_level = 3
     edit.graph.opset_imports["com.microsoft"] = 1
     add_functions(edit.model)
-    return ort.InferenceSession(ir.serde.serialize_model(edit.model).SerializeToString(), options).run(None, given)
+    return ort.InferenceSession(
+        ir.serde.serialize_model(edit.model).SerializeToString(), options
+    ).run(None, given)
 
 
 class Clamped(nn.Module):
     def __init__(self, view: bool) -> None:
         super().__init__()
-        self.linear, self.view = nn.Linear(4, 4), view
+        self.linear = nn.Linear(4, 4)
+        self.view = view
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         y = self.linear(x)
@@ -96,7 +122,9 @@ def test_an_operator_in_place_changes_what_comes_after_it() -> None:
     module = Clamped(view=False).eval()
     edit = trace(module, [TensorSpec("x", (1, 4), FLOAT)], ["y"])
     quantize(edit, Quant.FP32, WeightStore())
-    np.testing.assert_allclose(run(edit, {"x": x})[0], module(torch.from_numpy(x))[0].detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        run(edit, {"x": x})[0], module(torch.from_numpy(x))[0].detach().numpy(), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("k", [1, 3])

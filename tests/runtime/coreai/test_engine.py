@@ -19,11 +19,16 @@ from ssdevice.runtime.engine import EngineOptions, open_engine
 from tests.export.coreai.bundles import ABSENT, Cell, bundle, options
 from tests.runtime.turns import answer, taking_turns
 
-ONE, OTHER = [7, 21, 3, 44], [50, 2, 17]
+ONE = [7, 21, 3, 44]
+OTHER = [50, 2, 17]
 
 
 def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0].startswith("coreai") or ".coreai." in name]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.split(".")[0].startswith("coreai") or ".coreai." in name
+    ]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("coreai", "coreai_torch"):
         monkeypatch.setitem(sys.modules, name, None)

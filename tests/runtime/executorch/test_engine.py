@@ -1,4 +1,6 @@
-"""The ExecuTorch engine: conversations that do not see each other, and errors that say what is wrong."""
+"""The ExecuTorch engine: conversations that do not see each other, and errors that say what is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from ssdevice.runtime.session import Session
 from tests.export.executorch import programs
 from tests.runtime.turns import answer, taking_turns
 
-ONE, OTHER = [7, 21, 3, 44], [50, 2, 17]
+ONE = [7, 21, 3, 44]
+OTHER = [50, 2, 17]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +50,15 @@ def engine(file: Path, geometry: Geometry) -> Iterator[ExecutorchEngine]:
 
 def test_conversations_taking_turns_give_what_each_gives_alone(engine: ExecutorchEngine) -> None:
     alone = [answer(engine.new_conversation(), prompt, 4) for prompt in (ONE, OTHER)]
-    first, second = engine.new_conversation(), engine.new_conversation()
+    first = engine.new_conversation()
+    second = engine.new_conversation()
     assert taking_turns((first, second), (ONE, OTHER), 4) == alone
     assert not np.array_equal(first.cache.rows(0, 3), second.cache.rows(0, 3))
 
 
-def test_two_engines_of_one_file_share_nothing(file: Path, geometry: Geometry, engine: ExecutorchEngine) -> None:
+def test_two_engines_of_one_file_share_nothing(
+    file: Path, geometry: Geometry, engine: ExecutorchEngine
+) -> None:
     other = ExecutorchEngine(file, geometry, FUNCTIONS, EngineOptions())
     mine = engine.new_conversation()
     mine.prefill(ONE)
@@ -62,7 +68,9 @@ def test_two_engines_of_one_file_share_nothing(file: Path, geometry: Geometry, e
     other.close()
 
 
-def test_a_conversation_begins_anew_at_length_zero_without_loading_again(engine: ExecutorchEngine) -> None:
+def test_a_conversation_begins_anew_at_length_zero_without_loading_again(
+    engine: ExecutorchEngine,
+) -> None:
     conversation = engine.new_conversation()
     first = answer(conversation, ONE, 4)
     conversation.length = 0
@@ -82,7 +90,10 @@ def test_all_functions_write_one_cache(engine: ExecutorchEngine) -> None:
 
 def test_a_program_says_all_a_host_needs(file: Path, geometry: Geometry) -> None:
     program = load_program(file)
-    found = {name: program.load_method(name).execute([])[0] for name in program.method_names - set(FUNCTIONS)}
+    found = {
+        name: program.load_method(name).execute([])[0]
+        for name in program.method_names - set(FUNCTIONS)
+    }
     assert found.pop("stop_tokens").tolist() == [1]
     assert found == {
         "schema_version": SCHEMA_VERSION,
@@ -101,7 +112,10 @@ def test_a_program_says_all_a_host_needs(file: Path, geometry: Geometry) -> None
 
 def test_a_session_decodes_text() -> None:
     with Session.open(programs.bundle()) as session:
-        texts = ["".join(session.generate("a b", max_tokens=8, speculate=speculate)) for speculate in (True, False)]
+        texts = [
+            "".join(session.generate("a b", max_tokens=8, speculate=speculate))
+            for speculate in (True, False)
+        ]
     assert texts[0] == texts[1]
 
 
@@ -131,7 +145,9 @@ def test_a_program_without_a_function_is_refused(file: Path, geometry: Geometry)
 
 
 def test_a_program_of_another_geometry_is_refused(file: Path, geometry: Geometry) -> None:
-    engine = ExecutorchEngine(file, replace(geometry, chunk=geometry.chunk + 1), FUNCTIONS, EngineOptions())
+    engine = ExecutorchEngine(
+        file, replace(geometry, chunk=geometry.chunk + 1), FUNCTIONS, EngineOptions()
+    )
     with pytest.raises(BundleError, match="prefill takes tensors of shapes .*the manifest says"):
         engine.new_conversation().prefill(ONE)
     engine.close()
@@ -141,7 +157,9 @@ class Impostor:
     """A program whose methods fail to load, or say another schema."""
 
     def __init__(self, program: Any, schema: int, error: str) -> None:
-        self.program, self.schema, self.error = program, schema, error
+        self.program = program
+        self.schema = schema
+        self.error = error
         self.method_names = program.method_names
 
     def load_method(self, name: str) -> Any:
@@ -157,8 +175,16 @@ class Impostor:
     ("schema", "error", "message"),
     [
         (SCHEMA_VERSION + 1, "", "a program with schema 2, this runtime reads 1; export it again"),
-        (SCHEMA_VERSION, "loading method failed with error 0x14", "an operator of the program is not in this runtime"),
-        (SCHEMA_VERSION, "loading method failed with error 0x20", "the program's delegate is not in this runtime"),
+        (
+            SCHEMA_VERSION,
+            "loading method failed with error 0x14",
+            "an operator of the program is not in this runtime",
+        ),
+        (
+            SCHEMA_VERSION,
+            "loading method failed with error 0x20",
+            "the program's delegate is not in this runtime",
+        ),
     ],
 )
 def test_what_this_runtime_cannot_load_is_said_in_one_line(
@@ -180,7 +206,9 @@ def test_the_thread_pool_is_let_go_whatever_happens(file: Path, geometry: Geomet
         engine.new_conversation().prefill(ONE)
     engine.program._program = program
     with pytest.raises(MemoryError), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.program, "_load", lambda function: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(
+            engine.program, "_load", lambda function: (_ for _ in ()).throw(MemoryError())
+        )
         engine.new_conversation().prefill(ONE)
     assert POOL.loaded == before
     engine.new_conversation().prefill(ONE)
@@ -190,7 +218,9 @@ def test_the_thread_pool_is_let_go_whatever_happens(file: Path, geometry: Geomet
     assert POOL.loaded == before
 
 
-def test_threads_are_fixed_while_a_program_is_loaded(file: Path, geometry: Geometry, engine: ExecutorchEngine) -> None:
+def test_threads_are_fixed_while_a_program_is_loaded(
+    file: Path, geometry: Geometry, engine: ExecutorchEngine
+) -> None:
     engine.new_conversation().prefill(ONE)
     other = ExecutorchEngine(file, geometry, FUNCTIONS, EngineOptions(threads=61))
     with pytest.raises(InputError, match="61 threads: ExecuTorch has one pool per process"):

@@ -55,7 +55,9 @@ def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
 
 
 def test_damage_ends_in_an_answer_or_in_a_bundle_error(file: Path, tmp_path: Path) -> None:
-    data, chance, refused = file.read_bytes(), random.Random(0), 0
+    data = file.read_bytes()
+    chance = random.Random(0)
+    refused = 0
     head = 4096
     for _ in range(200):
         changed = bytearray(data)
@@ -70,7 +72,9 @@ def test_damage_ends_in_an_answer_or_in_a_bundle_error(file: Path, tmp_path: Pat
     assert refused > 0
 
 
-def test_inspect_shows_what_is_delegated_and_what_is_outside(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_is_delegated_and_what_is_outside(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["inspect", str(programs.bundle().folder)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "step_plain: " in out and " delegates, " in out and "index_put_default 4" in out

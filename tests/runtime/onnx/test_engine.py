@@ -1,4 +1,6 @@
-"""The ONNX engine on exported graphs of a tiny model: it computes what torch computes, whatever lies in free rows."""
+"""The ONNX engine on exported graphs of a tiny model: it computes what torch computes, whatever
+lies in free rows.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_row_cache_commits_all_layers_at_once() -> None:
     assert np.shares_memory(cache.prefix(1, 10), cache.array)
 
 
-@pytest.mark.parametrize(("length", "rows"), [(0, 32), (1, 33), (32, 32), (33, 65), (50, 66), (220, 220)])
+@pytest.mark.parametrize(
+    ("length", "rows"), [(0, 32), (1, 33), (32, 32), (33, 65), (50, 66), (220, 220)]
+)
 def test_visible_rows_are_few_sizes_that_keep_every_row_in_its_lane(length: int, rows: int) -> None:
     cache = RowCache(make_geometry(tiny.TREE, context=220), np.float32)
     assert cache.capacity == 224
@@ -71,7 +75,9 @@ def test_visible_rows_are_few_sizes_that_keep_every_row_in_its_lane(length: int,
 
 @pytest.mark.parametrize(("length", "rows"), [(0, 128), (128, 128), (129, 224), (224, 224)])
 def test_an_attention_without_lanes_sees_fewer_sizes(length: int, rows: int) -> None:
-    assert RowCache(make_geometry(tiny.TREE, context=220), np.float32).visible(length, lanes=1) == rows
+    assert (
+        RowCache(make_geometry(tiny.TREE, context=220), np.float32).visible(length, lanes=1) == rows
+    )
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -89,7 +95,9 @@ def test_all_decoding_modes_agree_up_to_a_full_context(session: Session, prompt:
 def test_fp32_tokens_are_those_of_torch(prompt: str) -> None:
     bundle = tiny.tiny_bundle("fp32")
     model = load(tiny.base_folder(), tiny.adapter_folder(), tiny.CONTEXT).model
-    reference = Reference(model, tiny.TREE, tiny.TREE.width, bundle.manifest.schedule, tiny.CONTEXT, tiny.CHUNK)
+    reference = Reference(
+        model, tiny.TREE, tiny.TREE.width, bundle.manifest.schedule, tiny.CONTEXT, tiny.CHUNK
+    )
     with Session.open(bundle, options=ONE_THREAD) as session:
         ids = session.prompt_ids(prompt)
         list(session.runs(ids, max_tokens=40))
@@ -98,10 +106,14 @@ def test_fp32_tokens_are_those_of_torch(prompt: str) -> None:
         assert session.last.accepted == expected.steps
 
 
-def test_forced_drafts_end_at_every_node_and_change_nothing(bundle: Bundle, session: Session) -> None:
+def test_forced_drafts_end_at_every_node_and_change_nothing(
+    bundle: Bundle, session: Session
+) -> None:
     shown = LogitsEngine.of(bundle, None, ONE_THREAD)
     prompts = [session.prompt_ids(prompt) for prompt in PROMPTS]
-    result = compare_modes(session.engine, shown, Asked(prompts, (), 60, bundle.manifest.precision, lambda *_: None))
+    result = compare_modes(
+        session.engine, shown, Asked(prompts, (), 60, bundle.manifest.precision, lambda *_: None)
+    )
     assert result.modes == ["plain_step", "speculative", FORCED]
     assert result.nodes_ended == set(range(tiny.TREE.size))
     assert result.differences == [] and result.faults() == []
@@ -118,7 +130,14 @@ def test_rows_that_are_not_committed_are_never_seen(session: Session) -> None:
         cache_of(conversation).memory.array[:] = garbage
         root = prefill(conversation, ids)
         conversation.drafts[:] = 7
-        results.append((root, conversation.step(root), conversation.drafts.tolist(), conversation.step_plain(root)))
+        results.append(
+            (
+                root,
+                conversation.step(root),
+                conversation.drafts.tolist(),
+                conversation.step_plain(root),
+            )
+        )
     assert results[0] == results[1] == results[2]
 
 
@@ -129,13 +148,16 @@ def test_wrong_drafts_change_no_token(session: Session) -> None:
     for _ in range(10):
         conversation = session.engine.new_conversation()
         root = prefill(conversation, ids)
-        conversation.drafts[:] = random.integers(0, session.engine.geometry.vocab, conversation.drafts.shape)
+        conversation.drafts[:] = random.integers(
+            0, session.engine.geometry.vocab, conversation.drafts.shape
+        )
         firsts.add(conversation.step(root)[0])
     assert len(firsts) == 1
 
 
 def test_conversations_of_one_engine_are_independent(session: Session) -> None:
-    one, two = session.engine.new_conversation(), session.engine.new_conversation()
+    one = session.engine.new_conversation()
+    two = session.engine.new_conversation()
     first = prefill(one, session.prompt_ids("hello"))
     prefill(two, session.prompt_ids("something else"))
     alone = session.engine.new_conversation()
@@ -160,7 +182,9 @@ def test_a_profile_names_operators() -> None:
         profile = session.engine.profile()
     assert set(profile) == {"prefill", "step"}
     assert all(kernel.microseconds >= 0 for found in profile.values() for kernel in found)
-    assert any("MatMul" in kernel.operator or "Gemm" in kernel.operator for kernel in profile["step"])
+    assert any(
+        "MatMul" in kernel.operator or "Gemm" in kernel.operator for kernel in profile["step"]
+    )
 
 
 def test_apps_are_chosen_by_name(bundle: Bundle) -> None:
@@ -195,11 +219,17 @@ def test_a_graph_of_other_shapes_than_the_manifest_is_refused() -> None:
     files = {name: bundle.file(name) for name in bundle.functions}
     engine = OnnxEngine(files, geometry, "float32", ONE_THREAD)
     with pytest.raises(
-        BundleError, match=r"prefill has 'chunk' as tensor\(int32\) \[8\], the manifest says int32 \[16\]"
+        BundleError,
+        match=r"prefill has 'chunk' as tensor\(int32\) \[8\], the manifest says int32 \[16\]",
     ):
         engine.session("prefill")
     with pytest.raises(InputError, match="no memory for a KV cache"):
-        RowCache(dataclasses.replace(geometry, layers=1024, kv_heads=4096, head_dim=8192, context=1 << 20), np.float32)
+        RowCache(
+            dataclasses.replace(
+                geometry, layers=1024, kv_heads=4096, head_dim=8192, context=1 << 20
+            ),
+            np.float32,
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -216,7 +246,8 @@ def test_bindings_are_bounded(session: Session, mode: str, monkeypatch: pytest.M
 def test_a_closed_engine_gives_its_memory_back_and_says_so() -> None:
     session = Session.open(tiny.tiny_bundle("fp32"), options=EngineOptions(threads=1, profile=True))
     list(session.runs([5, 6, 7], max_tokens=5))
-    graph, folder = ref(session.engine.session("step")), Path(session.engine._profiles.name)
+    graph = ref(session.engine.session("step"))
+    folder = Path(session.engine._profiles.name)
     assert folder.is_dir()
     session.close()
     session.close()
@@ -226,7 +257,9 @@ def test_a_closed_engine_gives_its_memory_back_and_says_so() -> None:
         list(session.runs([5, 6, 7]))
 
 
-def test_a_graph_of_a_bundle_that_was_replaced_meanwhile_is_not_opened(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_graph_of_a_bundle_that_was_replaced_meanwhile_is_not_opened(
+    bundle: Bundle, tmp_path: Path
+) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(bundle.folder, folder)
     with Session.open(folder, options=ONE_THREAD) as session:
@@ -239,7 +272,9 @@ def test_a_graph_of_a_bundle_that_was_replaced_meanwhile_is_not_opened(bundle: B
             list(session.runs(session.prompt_ids("hello"), max_tokens=3))
 
 
-def test_a_user_without_a_home_runs_bundles_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_runs_bundles_without_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

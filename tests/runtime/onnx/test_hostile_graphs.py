@@ -1,4 +1,6 @@
-"""Graphs that say impossible sizes to the kernels: an error of the node, after which process and session go on."""
+"""Graphs that say impossible sizes to the kernels: an error of the node, after which process and
+session go on.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ from tests.compiled_kernels import COMPILER, NO_COMPILER, built
 from tests.fuzz.operator_graphs import Node, region
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
-F, H, I8, U8, J, B = np.float32, np.float16, np.int8, np.uint8, np.int64, np.bool_
+F = np.float32
+H = np.float16
+I8 = np.int8
+U8 = np.uint8
+J = np.int64
+B = np.bool_
 X = np.arange(4, dtype=F)
 
 
 def opened(node: Node | Path) -> ort.InferenceSession:
     """A session of a node, or of a file."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
     options.register_custom_ops_library(str(built("native")))
     return ort.InferenceSession(str(node) if isinstance(node, Path) else node.model(), options)
 
@@ -38,9 +46,15 @@ def test_endless_rows_of_no_numbers_take_no_time() -> None:
 
 @pytest.mark.parametrize(
     ("text", "outputs"),
-    [("2 1\nGatedSilu : 0 > 2", 1), ("1 2\nGatedSilu : 0 > 1\nGatedSilu : 0 > 2", 1), ("1 1\nGatedSilu : 0 > 1", 2)],
+    [
+        ("2 1\nGatedSilu : 0 > 2", 1),
+        ("1 2\nGatedSilu : 0 > 1\nGatedSilu : 0 > 2", 1),
+        ("1 1\nGatedSilu : 0 > 1", 2),
+    ],
 )
-def test_a_region_whose_node_has_other_inputs_or_outputs_is_refused(text: str, outputs: int) -> None:
+def test_a_region_whose_node_has_other_inputs_or_outputs_is_refused(
+    text: str, outputs: int
+) -> None:
     with pytest.raises(Exception, match="other numbers of inputs or outputs"):
         opened(region(text, X, types=(1,) * outputs))
 
@@ -51,9 +65,13 @@ def test_a_region_without_steps_is_refused(text: str) -> None:
         opened(region(text, X))
 
 
-def attention(kind: str, fresh: int = 1, past: int = 3, queries: int = 16, **attributes: Any) -> Node:
+def attention(
+    kind: str, fresh: int = 1, past: int = 3, queries: int = 16, **attributes: Any
+) -> Node:
     old = np.zeros((past, 16), H if kind == kernels.HALF_TREE_ATTENTION else F)
-    new, more, mask = np.zeros((fresh, 16), F), np.zeros((0, 16), F), np.zeros((1, 1, past + fresh), F)
+    new = np.zeros((fresh, 16), F)
+    more = np.zeros((0, 16), F)
+    mask = np.zeros((1, 1, past + fresh), F)
     inputs = (np.zeros((1, 1, queries), F), old, new, more, old, new, more, mask)
     return Node(kind, inputs, attributes={"kv_heads": 1, "scale": 1.0, **attributes})
 
@@ -72,11 +90,18 @@ def test_attention_without_new_rows_queries_or_heads_is_refused(kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads"), [(4, (1 << 63) - 2), ((1 << 63) - 2, 1), (8, 1 << 62), (1 << 62, 1 << 61)]
+    ("heads", "kv_heads"),
+    [(4, (1 << 63) - 2), ((1 << 63) - 2, 1), (8, 1 << 62), (1 << 62, 1 << 61)],
 )
 def test_numbers_of_heads_that_add_up_to_few_are_refused(heads: int, kv_heads: int) -> None:
-    rows, angles = np.zeros((1, 1, 8), F), np.zeros((1, 1, 0), F)
-    node = Node(kernels.ROTARY_SPLIT, (rows, angles, angles), (1, 1, 1), {"heads": heads, "kv_heads": kv_heads})
+    rows = np.zeros((1, 1, 8), F)
+    angles = np.zeros((1, 1, 0), F)
+    node = Node(
+        kernels.ROTARY_SPLIT,
+        (rows, angles, angles),
+        (1, 1, 1),
+        {"heads": heads, "kv_heads": kv_heads},
+    )
     with pytest.raises(Exception, match="a size is too large|do not fit"):
         opened(node).run(None, node.feeds())
 
@@ -94,11 +119,15 @@ def test_weights_between_the_places_of_their_numbers_are_refused(past: int, tmp_
     model = onnx.load_from_string(
         Node(kernels.HALF_LINEAR, (X[None], np.ones((4, 512), H)), constants=frozenset({1})).model()
     )
-    onnx.save(model, tmp_path / "g.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+    onnx.save(
+        model, tmp_path / "g.onnx", save_as_external_data=True, location="weights", size_threshold=0
+    )
     model = onnx.load(tmp_path / "g.onnx", load_external_data=False)
     weights = (tmp_path / "weights").read_bytes()
     (tmp_path / "weights").write_bytes(bytes(4096 + past) + weights)
-    (offset,) = (entry for entry in model.graph.initializer[0].external_data if entry.key == "offset")
+    (offset,) = (
+        entry for entry in model.graph.initializer[0].external_data if entry.key == "offset"
+    )
     offset.value = str(4096 + past)
     onnx.save(model, tmp_path / "g.onnx")
     if not past:
@@ -110,7 +139,12 @@ def test_weights_between_the_places_of_their_numbers_are_refused(past: int, tmp_
 
 def test_a_session_goes_on_after_an_error() -> None:
     rows = np.array([[1, -1, 1, 2]], F)
-    node = region("2 2\nGatedSilu : 0 > 4\nAddNorm epsilon=1e-5 : 4 4 1 > 2 3", rows, rows[0, :2], types=(1, 1))
+    node = region(
+        "2 2\nGatedSilu : 0 > 4\nAddNorm epsilon=1e-5 : 4 4 1 > 2 3",
+        rows,
+        rows[0, :2],
+        types=(1, 1),
+    )
     session = opened(node)
     before = session.run(None, node.feeds())[0]
     for wrong in (np.zeros(3, F), np.zeros((1, 2), F), np.zeros(0, F)):

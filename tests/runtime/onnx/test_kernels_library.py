@@ -47,7 +47,8 @@ def refusal(file: Path) -> str:
 def test_the_command_puts_the_kernels_where_engines_find_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, script = tmp_path / "kernels", tmp_path / "compiler"
+    folder = tmp_path / "kernels"
+    script = tmp_path / "compiler"
     monkeypatch.setenv(kernels.FOLDER, str(folder))
     # The compiler, which only links what other tests have compiled of the sources that it is given.
     given = f"[{native_objects()!r}.get(given, given) for given in sys.argv[1:]]"
@@ -74,8 +75,12 @@ def test_a_graph_of_an_older_version_says_what_to_do(tmp_path: Path, library: Pa
     x = np.ones((1, 4), np.float32)
     file = tmp_path / "step.onnx"
     file.write_bytes(region("2 1\nAdd : 0 1 > 2", x, x).model())
-    engine = OnnxEngine({STEP: file}, make_geometry(Tree.chain(2)), "float32", EngineOptions(threads=1))
-    with pytest.raises(BundleError, match=r"no operator of this name.*export it again.*--no-kernels"):
+    engine = OnnxEngine(
+        {STEP: file}, make_geometry(Tree.chain(2)), "float32", EngineOptions(threads=1)
+    )
+    with pytest.raises(
+        BundleError, match=r"no operator of this name.*export it again.*--no-kernels"
+    ):
         engine.session(STEP)
 
 
@@ -107,7 +112,9 @@ def test_what_was_compiled_elsewhere_is_loaded_or_one_line(library: Path) -> Non
 def test_a_library_that_others_can_change_is_refused(library: Path, mode: int) -> None:
     library.chmod(mode)
     said = refusal(library)
-    assert said.startswith(f"{library} can be changed by other users (mode {mode:o}); chmod go-w {library}, or set ")
+    assert said.startswith(
+        f"{library} can be changed by other users (mode {mode:o}); chmod go-w {library}, or set "
+    )
     assert kernels.FOLDER in said and "--no-kernels" in said
     library.chmod(0o755)
     library.parent.chmod(mode)
@@ -118,9 +125,14 @@ def test_a_library_that_others_can_change_is_refused(library: Path, mode: int) -
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for one, quickly: writes what the other tests have compiled. The cache is ``tmp_path``."""
+    """Stands for one, quickly: writes what the other tests have compiled.
+
+    The cache is ``tmp_path``.
+    """
     script = tmp_path / "compiler"
-    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{built("native")}" "$2"\n')
+    script.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{built("native")}" "$2"\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -138,11 +150,15 @@ def test_a_cache_that_a_group_can_change_is_closed_to_it(compiler: Path) -> None
 
 def test_what_is_no_folder_for_kernels_is_one_line(compiler: Path) -> None:
     (compiler.parent / "ssdevice").symlink_to("nowhere")
-    with pytest.raises(InputError, match=f"cannot be made a folder .File exists.; set {kernels.FOLDER} to"):
+    with pytest.raises(
+        InputError, match=f"cannot be made a folder .File exists.; set {kernels.FOLDER} to"
+    ):
         kernels.build()
 
 
-def test_a_library_or_folder_of_another_user_is_refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_or_folder_of_another_user_is_refused(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = library.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     if owner:  # root's are trusted by everyone

@@ -15,13 +15,17 @@ PAGES = 64
 
 def resident(file: Path) -> int:
     """Bytes of a file's mappings that are in memory."""
-    rows = re.findall(rf"{re.escape(str(file))}\n(?:[A-Z].*\n)*?Rss: +(\d+) kB", SMAPS.read_text("utf-8"))
+    rows = re.findall(
+        rf"{re.escape(str(file))}\n(?:[A-Z].*\n)*?Rss: +(\d+) kB", SMAPS.read_text("utf-8")
+    )
     return sum(map(int, rows)) * 1024
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="the size of the process is read from /proc")
 def test_pages_are_given_back_and_read_again_but_changed_ones_stay(tmp_path: Path) -> None:
-    file, changed, other = tmp_path / "weights.bin", tmp_path / "changed.bin", tmp_path.parent / "other.bin"
+    file = tmp_path / "weights.bin"
+    changed = tmp_path / "changed.bin"
+    other = tmp_path.parent / "other.bin"
     content = bytes(range(256)) * (mmap.PAGESIZE * PAGES // 256)
     for path in (file, changed, other):
         path.write_bytes(content)

@@ -1,4 +1,6 @@
-"""Conversations on disk: a resumed one goes on as if it had never been left, and no file can do harm."""
+"""Conversations on disk: a resumed one goes on as if it had never been left, and no file can do
+harm.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,12 @@ def test_a_resumed_conversation_goes_on_and_computes_only_what_is_new(
     expected, messages = saved_after(file)
     with Session.open(tiny_bundle(), resume=file) as session:
         assert session.messages == messages
-        conversation, computed = session._conversation, list[int]()
+        conversation = session._conversation
+        computed = list[int]()
         whole = conversation.prefill
-        monkeypatch.setattr(conversation, "prefill", lambda chunk: (computed.extend(chunk), whole(chunk))[1])
+        monkeypatch.setattr(
+            conversation, "prefill", lambda chunk: (computed.extend(chunk), whole(chunk))[1]
+        )
         assert "".join(session.chat("b", max_tokens=12)) == expected
         assert len(computed) < 20 < session.last.prompt_tokens
         session.save(file)  # over the old one
@@ -62,7 +67,9 @@ def test_an_instruction_that_was_computed_once_is_a_prefix_of_other_prompts(tmp_
         session.save(file)
         expected = "".join(session.generate("hello", max_tokens=9))
     with Session.open(tiny_bundle(), app=APP, resume=file) as session:
-        assert session.messages == [] and session._conversation.shared(session.prompt_ids("hello")) > 5
+        assert (
+            session.messages == [] and session._conversation.shared(session.prompt_ids("hello")) > 5
+        )
         assert "".join(session.generate("hello", max_tokens=9)) == expected
 
 
@@ -81,11 +88,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown token": ({"text": [5, 10**6]}, "token 1000000 is not one of"),
     "negative token": ({"text": [5, -1]}, "token -1 is not one of"),
     "other rows": ({"rows": lambda rows: rows[:, :-1]}, r"rows are float32 .*, expected float32"),
-    "other type": ({"rows": lambda rows: rows.astype(np.float16)}, r"rows are float16 .*, expected float32"),
+    "other type": (
+        {"rows": lambda rows: rows.astype(np.float16)},
+        r"rows are float16 .*, expected float32",
+    ),
     "not finite": ({"rows": nan}, "values that are not finite"),
     "unknown key": ({"more": 1}, "unknown key 'more'"),
     "wrong type": ({"text": "abc"}, r"text: expected a list"),
-    "wrong messages": ({"messages": [{"role": "assistant", "content": "x"}]}, "cannot be the first"),
+    "wrong messages": (
+        {"messages": [{"role": "assistant", "content": "x"}]},
+        "cannot be the first",
+    ),
     "wrong message": ({"messages": [3]}, r"messages\[0\]: expected"),
     "deep": ({"tools": json.loads("[" * 65 + "]" * 65)}, "nested deeper than 64 levels"),
 }
@@ -117,7 +130,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         Session.open(tiny_bundle(), resume=file)
     with file.open("wb") as stream:
         stream.truncate(1 << 40)  # sparse
-    with pytest.raises(InputError, match="has 1099511627776 bytes, a conversation of this bundle has at most"):
+    with pytest.raises(
+        InputError, match="has 1099511627776 bytes, a conversation of this bundle has at most"
+    ):
         Session.open(tiny_bundle(), resume=file)
     saved_after(file)
     with pytest.raises(InputError, match="saved with another bundle"):

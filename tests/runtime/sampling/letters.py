@@ -1,4 +1,6 @@
-"""A byte-level tokenizer for the tiny models: their vocabulary, a few of its tokens being several characters."""
+"""A byte-level tokenizer for the tiny models: their vocabulary, a few of its tokens being several
+characters.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ RARE = "~`^|@#$%"
 
 @cache
 def letters() -> ChatTokenizer:
-    """As many tokens as ``make_tokenizer`` of the scripted target has; ``</s>`` and ``<system>`` stop."""
+    """As many tokens as ``make_tokenizer`` of the scripted target has; ``</s>`` and ``<system>``
+    stop.
+    """
     characters = [chr(code) for code in range(33, 127) if chr(code) not in RARE]
     tokens = [*SPECIAL, "Ġ", "Ċ", *characters, *("".join(pair) for pair in MERGES)]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, MERGES))

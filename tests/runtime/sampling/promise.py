@@ -1,4 +1,6 @@
-"""The promise of sampling, for any engine: drafts that are planted on every path change no token of a seed."""
+"""The promise of sampling, for any engine: drafts that are planted on every path change no token of
+a seed.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,23 @@ SAMPLERS = (
     Sampling(temperature=0.9, min_p=0.05, repetition_penalty=1.3, logprobs=2),
     Sampling(temperature=0.7, top_k=5, presence_penalty=0.5, frequency_penalty=0.5, logprobs=2),
     Sampling(repetition_penalty=1.3, no_repeat_ngram_size=3, logprobs=2),
-    Sampling(temperature=1.0, logit_bias={5: 3.0, 7: -3.0}, min_new_tokens=30, suppress=(9,), logprobs=2),
+    Sampling(
+        temperature=1.0, logit_bias={5: 3.0, 7: -3.0}, min_new_tokens=30, suppress=(9,), logprobs=2
+    ),
 )
 Force = Callable[[Conversation, Sequence[int]], None]
 
 
 def answer(
-    engine: Engine, sampling: Sampling, prompt: Sequence[int], advance: Advance, force: Force | None = None
+    engine: Engine,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    advance: Advance,
+    force: Force | None = None,
 ) -> tuple[list[int], Chooser, list[int]]:
-    """Tokens up to the end of the context, their chooser, and how many each call emitted; no token stops them."""
+    """Tokens up to the end of the context, their chooser, and how many each call emitted; no token
+    stops them.
+    """
     conversation = engine.new_conversation()
     conversation.chooser = chooser = Chooser(sampling, prompt, [0], engine.geometry.vocab)
     tokens: list[int] = []
@@ -43,7 +53,11 @@ def answer(
             force(held, tokens)
         return advance(held, last)
 
-    return tokens, chooser, [len(run.tokens) for run in decode(conversation, prompt, forced, accept, 1000)]
+    return (
+        tokens,
+        chooser,
+        [len(run.tokens) for run in decode(conversation, prompt, forced, accept, 1000)],
+    )
 
 
 def agree(found: list[Logprobs], expected: list[Logprobs], exactly: bool = False) -> None:
@@ -54,12 +68,17 @@ def agree(found: list[Logprobs], expected: list[Logprobs], exactly: bool = False
         assert one.chosen == pytest.approx(other.chosen, abs=1e-3)
 
 
-def check_forced_drafts(engine: Engine, sampling: Sampling, seeds: int = 3, exactly: bool = False) -> set[int]:
-    """The tokens of plain decoding are planted on one path after another, with wrong ids around them.
+def check_forced_drafts(
+    engine: Engine, sampling: Sampling, seeds: int = 3, exactly: bool = False
+) -> set[int]:
+    """The tokens of plain decoding are planted on one path after another, with wrong ids around
+    them.
 
-    ``exactly``: a node's logits have the bits of plain decoding. Returns how many tokens single calls emitted.
+    ``exactly``: a node's logits have the bits of plain decoding. Returns how many tokens single
+    calls emitted.
     """
-    g, ends = engine.geometry, set()
+    g = engine.geometry
+    ends = set()
     for seed in range(seeds):
         draw = np.random.default_rng(seed)
         prompt = draw.integers(1, g.vocab, int(draw.integers(1, 1 + g.context // 4))).tolist()

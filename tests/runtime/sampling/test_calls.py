@@ -1,4 +1,6 @@
-"""Calls that are required: whatever the model would say, one of the tools is called with arguments of its schema."""
+"""Calls that are required: whatever the model would say, one of the tools is called with arguments
+of its schema.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,22 @@ NESTED = {
         },
     },
 }
-TOOLS: list[dict[str, Any]] = [tool_of(weather), tool_of(time), NESTED, {"function": {"name": "no parameters"}}]
+TOOLS: list[dict[str, Any]] = [
+    tool_of(weather),
+    tool_of(time),
+    NESTED,
+    {"function": {"name": "no parameters"}},
+]
 
 
 @pytest.mark.parametrize("style", [ToolStyle.HERMES, ToolStyle.LLAMA3])
 def test_every_answer_is_a_valid_call(style: ToolStyle) -> None:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
-    draw, called = np.random.default_rng(0), set()
+    draw = np.random.default_rng(0)
+    called = set()
     for _ in range(60):
-        grammar, ids = open_grammar(call_structure(TOOLS, style, letters()), letters(), VOCAB), list[int]()
+        grammar = open_grammar(call_structure(TOOLS, style, letters()), letters(), VOCAB)
+        ids = list[int]()
         while not ids or ids[-1] not in letters().stop_ids:
             ids.append(int(np.argmax(grammar.masked(draw.normal(size=VOCAB).astype(np.float32)))))
             grammar.accept(ids[-1])
@@ -55,7 +64,9 @@ def test_every_answer_is_a_valid_call(style: ToolStyle) -> None:
 
 
 def test_a_named_tool_is_the_only_one() -> None:
-    grammar = open_grammar(call_structure([tool_of(time)], ToolStyle.LLAMA3, letters()), letters(), VOCAB)
+    grammar = open_grammar(
+        call_structure([tool_of(time)], ToolStyle.LLAMA3, letters()), letters(), VOCAB
+    )
     assert answer_text(letters(), grammar.forced) == '{"name": "time", "parameters": {}}'
 
 

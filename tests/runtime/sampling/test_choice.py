@@ -1,4 +1,6 @@
-"""The choice of tokens against transformers' processors, exact probabilities, and a brute-force walk."""
+"""The choice of tokens against transformers' processors, exact probabilities, and a brute-force
+walk.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from transformers.generation import logits_process as hf  # noqa: E402
 VOCAB = 40
 
 
-def scores_of(seed: int, size: int = VOCAB, spread: float = 3.0) -> np.ndarray[Any, np.dtype[np.float32]]:
+def scores_of(
+    seed: int, size: int = VOCAB, spread: float = 3.0
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     return (np.random.default_rng(seed).normal(size=size) * spread).astype(np.float32)
 
 
@@ -40,12 +44,21 @@ TRUNCATIONS = {
 @pytest.mark.parametrize(
     "asked",
     [
-        {"top_k": 1}, {"top_k": 7}, {"top_k": 5000}, {"top_p": 0.05}, {"top_p": 0.5}, {"top_p": 0.95}, {"min_p": 0.02},
-        {"min_p": 1.0}, {"typical_p": 0.2}, {"typical_p": 0.9}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 5000},
+        {"top_p": 0.05},
+        {"top_p": 0.5},
+        {"top_p": 0.95},
+        {"min_p": 0.02},
+        {"min_p": 1.0},
+        {"typical_p": 0.2},
+        {"typical_p": 0.9},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
         {"top_p": 0.9, "typical_p": 0.7},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_truncation_is_that_of_transformers(asked: dict[str, float]) -> None:
     for seed, size in product(range(10), (2, 40, 1500)):
         scores = scores_of(seed, size)
@@ -53,7 +66,9 @@ def test_truncation_is_that_of_transformers(asked: dict[str, float]) -> None:
         for name, value in asked.items():
             want = TRUNCATIONS[name](value)(None, want)
         found, ids = truncated(scores, Sampling(temperature=1.0, **asked))  # type: ignore[arg-type]
-        assert (list(range(size)) if ids is None else ids.tolist()) == torch.isfinite(want[0]).nonzero()[:, 0].tolist()
+        assert (list(range(size)) if ids is None else ids.tolist()) == torch.isfinite(
+            want[0]
+        ).nonzero()[:, 0].tolist()
         assert np.array_equal(found, scores if ids is None else scores[ids])
 
 
@@ -61,7 +76,12 @@ def test_truncation_is_that_of_transformers(asked: dict[str, float]) -> None:
 @pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-17, 1e-3])
 def test_the_smallest_parts_leave_as_much_as_in_transformers(name: str, value: float) -> None:
     """Of equal tokens transformers leaves any, we the lowest ids: the scores are compared."""
-    for scores in (scores_of(3), np.round(scores_of(4)), np.full(7, 2.5, np.float32), np.zeros(1, np.float32)):
+    for scores in (
+        scores_of(3),
+        np.round(scores_of(4)),
+        np.full(7, 2.5, np.float32),
+        np.zeros(1, np.float32),
+    ):
         for top_k in (0, 1):
             want = torch.tensor(scores)[None]
             want = TRUNCATIONS["top_k"](1)(None, want) if top_k else want
@@ -71,15 +91,19 @@ def test_the_smallest_parts_leave_as_much_as_in_transformers(name: str, value: f
 
 
 @given(st.integers(0, 10_000), st.sampled_from((7, 256, 300, 5000, 20_000)), st.floats(0.2, 6))
-def test_short_cuts_lead_to_the_best_of_what_truncation_leaves(seed: int, size: int, spread: float) -> None:
+def test_short_cuts_lead_to_the_best_of_what_truncation_leaves(
+    seed: int, size: int, spread: float
+) -> None:
     rng = np.random.default_rng(seed)
     logits = scores_of(seed, size, spread)
     logits[rng.integers(0, size, size // 3)] = -np.inf
     logits[rng.integers(0, size)] = spread  # one is possible
     asked = {
-        "top_k": int(rng.choice([0, 1, 5, 50, 5000])), "top_p": float(rng.choice([1, 0.2, 0.9, 0.999])),
-        "min_p": float(rng.choice([0, 0.05, 0.5])), "typical_p": float(rng.choice([1, 1, 0.3, 0.95])),
-    }  # fmt: skip
+        "top_k": int(rng.choice([0, 1, 5, 50, 5000])),
+        "top_p": float(rng.choice([1, 0.2, 0.9, 0.999])),
+        "min_p": float(rng.choice([0, 0.05, 0.5])),
+        "typical_p": float(rng.choice([1, 1, 0.3, 0.95])),
+    }
     sampling = Sampling(temperature=float(rng.choice([0.3, 1.0, 2.5])), seed=seed, **asked)  # type: ignore[arg-type]
     kept, ids = truncated(logits / np.float32(sampling.temperature), sampling)
     ids = np.arange(size) if ids is None else ids
@@ -104,10 +128,21 @@ PROCESSORS: list[tuple[dict[str, Any], list[Any]]] = [
     ({"min_length": 15}, [hf.MinLengthLogitsProcessor(15, 0, device="cpu")]),
     ({"min_new_tokens": 9}, [hf.MinNewTokensLengthLogitsProcessor(6, 9, 0, device="cpu")]),
     ({"suppress": (4, 9)}, [hf.SuppressTokensLogitsProcessor([4, 9], device="cpu")]),
-    ({"begin_suppress": (4, 9)}, [hf.SuppressTokensAtBeginLogitsProcessor([4, 9], 6, device="cpu")]),
-    ({"logit_bias": {3: 2.5, 6: -4.0}}, [hf.SequenceBiasLogitsProcessor([[[3], 2.5], [[6], -4.0]])]),
     (
-        {"repetition_penalty": 0.8, "no_repeat_ngram_size": 2, "suppress": (1,), "logit_bias": {2: 9.0}},
+        {"begin_suppress": (4, 9)},
+        [hf.SuppressTokensAtBeginLogitsProcessor([4, 9], 6, device="cpu")],
+    ),
+    (
+        {"logit_bias": {3: 2.5, 6: -4.0}},
+        [hf.SequenceBiasLogitsProcessor([[[3], 2.5], [[6], -4.0]])],
+    ),
+    (
+        {
+            "repetition_penalty": 0.8,
+            "no_repeat_ngram_size": 2,
+            "suppress": (1,),
+            "logit_bias": {2: 9.0},
+        },
         [
             hf.SequenceBiasLogitsProcessor([[[2], 9.0]]),
             hf.RepetitionPenaltyLogitsProcessor(0.8),
@@ -118,10 +153,13 @@ PROCESSORS: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "theirs"), PROCESSORS, ids=[str(asked) for asked, _ in PROCESSORS])
+@pytest.mark.parametrize(
+    ("asked", "theirs"), PROCESSORS, ids=[str(asked) for asked, _ in PROCESSORS]
+)
 def test_processors_are_those_of_transformers(asked: dict[str, Any], theirs: list[Any]) -> None:
     prompt = [5, 1, 2, 7, 8, 2]
-    chooser, text = Chooser(Sampling(**asked), prompt, [0], VOCAB), list(prompt)
+    chooser = Chooser(Sampling(**asked), prompt, [0], VOCAB)
+    text = list(prompt)
     for step in range(60):
         logits = scores_of(step, spread=1.0)
         want = torch.tensor(logits)[None]
@@ -137,7 +175,8 @@ def test_presence_and_frequency_penalties_are_of_the_answer() -> None:
     """OpenAI's formula: logit - count * frequency - (count > 0) * presence."""
     chooser = Chooser(Sampling(presence_penalty=1.0, frequency_penalty=0.5), [3, 3, 3], [0], 4)
     logits = np.array([0, 0, 1.0, 3.5], np.float32)
-    # 3 is worth 3.5, then 3.5 - 1.5, 3.5 - 2, and 1.0 of token 2 wins over 3.5 - 2.5 by its lower id.
+    # 3 is worth 3.5, then 3.5 - 1.5, 3.5 - 2, and 1.0 of token 2 wins over 3.5 - 2.5 by its lower
+    # id.
     assert [chooser(logits) for _ in range(5)] == [3, 3, 3, 2, 3]
 
 
@@ -167,7 +206,8 @@ def test_tokens_have_their_exact_probabilities_in_the_long_run(sampling: Samplin
 
 def check_distribution(sampling: Sampling, draws: int) -> None:
     """A chi-square test against exact probabilities."""
-    size, prompt = 12, [1, 2, 2]
+    size = 12
+    prompt = [1, 2, 2]
     logits = scores_of(4, size, 1.5)
     expected = exact(sampling, logits, prompt)
     counts: Counter[int] = Counter()
@@ -187,7 +227,9 @@ def exact(sampling: Sampling, logits: Any, prompt: list[int]) -> Any:
     for token, bias in sampling.logit_bias.items():
         want[0, token] += bias
     if sampling.repetition_penalty != 1:
-        want = hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(torch.tensor([prompt]), want)
+        want = hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(
+            torch.tensor([prompt]), want
+        )
     want = want / sampling.temperature
     for name, none in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if getattr(sampling, name) != none:
@@ -199,7 +241,9 @@ def exact(sampling: Sampling, logits: Any, prompt: list[int]) -> Any:
 def test_the_walk_is_that_of_a_search_through_all_paths(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = Tree.of([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
-    drafts = np.stack([rng.permutation(3)[:2] for _ in range(3)]).astype(np.int32)  # candidates of a stream differ
+    drafts = np.stack([rng.permutation(3)[:2] for _ in range(3)]).astype(
+        np.int32
+    )  # candidates of a stream differ
     choices = rng.integers(0, 3, size=tree.size).tolist()
     path, tokens = walk(tree, drafts, lambda node: choices[node])
     accepted = [0]
@@ -216,7 +260,9 @@ def test_the_walk_is_that_of_a_search_through_all_paths(seed: int) -> None:
 
 def test_log_probabilities_are_of_the_model_itself() -> None:
     logits = scores_of(1)
-    chooser = Chooser(Sampling(temperature=0.5, top_k=3, repetition_penalty=2.0, logprobs=4), [1], [0], VOCAB)
+    chooser = Chooser(
+        Sampling(temperature=0.5, top_k=3, repetition_penalty=2.0, logprobs=4), [1], [0], VOCAB
+    )
     token = chooser(logits)
     want = torch.tensor(logits).double().log_softmax(-1)
     (found,) = chooser.logprobs
@@ -241,16 +287,26 @@ def test_a_processor_of_ones_own_sees_the_text() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"temperature": -0.1}, "temperature"), ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"temperature": 1e-9}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"top_k": 2.0}, "top_k"), ({"min_p": 2.0}, "min_p"),
-        ({"seed": 1 << 64}, "seed"), ({"seed": -1}, "seed"), ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"logprobs": -1}, "logprobs"), ({"bad_words": ((),)}, "bad_words"),
-        ({"logit_bias": {1: float("nan")}}, "logit_bias"), ({"logit_bias": {1: float("inf")}}, "at most 1e30"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2.0}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"bad_words": ((),)}, "bad_words"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"logit_bias": {1: float("inf")}}, "at most 1e30"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_outside_their_range_are_refused(asked: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         Sampling(**asked)

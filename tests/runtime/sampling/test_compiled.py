@@ -24,24 +24,34 @@ def library() -> ctypes.CDLL:
 
 def both(asked: dict[str, Any], prompt: list[int], vocab: int) -> tuple[Chooser, Chooser]:
     sampling = Sampling(**asked)
-    return Chooser(sampling, prompt, [0], vocab), Chooser(sampling, prompt, [0], vocab, library=library())
+    return Chooser(sampling, prompt, [0], vocab), Chooser(
+        sampling, prompt, [0], vocab, library=library()
+    )
 
 
 @given(
-    st.integers(0, 10_000), st.sampled_from((1, 7, 256, 300, 5000, 49_152)), st.floats(0.2, 6),
+    st.integers(0, 10_000),
+    st.sampled_from((1, 7, 256, 300, 5000, 49_152)),
+    st.floats(0.2, 6),
     st.sampled_from((0.0, 0.3, 1.0, 2.5)),
-)  # fmt: skip
-def test_tokens_and_likeliest_tokens_are_the_same(seed: int, vocab: int, spread: float, temperature: float) -> None:
+)
+def test_tokens_and_likeliest_tokens_are_the_same(
+    seed: int, vocab: int, spread: float, temperature: float
+) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(4, vocab)) * spread).astype(np.float32)
     logits[:, rng.integers(0, vocab, vocab // 3)] = -np.inf
     logits[:, rng.integers(0, vocab)] = spread  # one is possible
     asked = {
-        "temperature": temperature, "seed": seed, "logprobs": int(rng.choice([0, 1, 5, 300])),
-        "top_k": int(rng.choice([0, 0, 1, 50, 5000])), "top_p": float(rng.choice([1, 1, 0.2, 0.9, 0.999])),
-        "min_p": float(rng.choice([0, 0, 0.05, 0.5])), "typical_p": float(rng.choice([1, 1, 0.3, 0.95])),
+        "temperature": temperature,
+        "seed": seed,
+        "logprobs": int(rng.choice([0, 1, 5, 300])),
+        "top_k": int(rng.choice([0, 0, 1, 50, 5000])),
+        "top_p": float(rng.choice([1, 1, 0.2, 0.9, 0.999])),
+        "min_p": float(rng.choice([0, 0, 0.05, 0.5])),
+        "typical_p": float(rng.choice([1, 1, 0.3, 0.95])),
         "repetition_penalty": float(rng.choice([1, 1.3])),
-    }  # fmt: skip
+    }
     plain, compiled = both(asked, rng.integers(0, vocab, 3).tolist(), vocab)
     for row in logits:
         assert compiled(row) == plain(row), asked

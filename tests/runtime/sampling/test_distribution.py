@@ -1,6 +1,8 @@
-"""Pairs of sampled tokens have their exact probabilities, with and without drafts that are right half of the time.
+"""Pairs of sampled tokens have their exact probabilities, with and without drafts that are right
+half of the time.
 
-The answers come from the decoding loop; the probabilities from ``transformers``' processors in float64.
+The answers come from the decoding loop; the probabilities from ``transformers``' processors in
+float64.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from ssdevice.tree import Tree
 torch = pytest.importorskip("torch")
 from transformers.generation import logits_process as hf  # noqa: E402
 
-SIZE, PROMPT = 5, [1, 2, 2]
+SIZE = 5
+PROMPT = [1, 2, 2]
 TREE = Tree.of([[0], [1], [0, 0]])
 MODEL = (np.random.default_rng(3).normal(size=(SIZE, SIZE)) * 1.2).astype(np.float32)
 """The logits after each token."""
@@ -51,7 +54,10 @@ CASES = [
 
 
 class TableCache(Cache):
-    """A model that knows the last token only. ``truth``: the answer that half of its drafts are taken from."""
+    """A model that knows the last token only.
+
+    ``truth``: the answer that half of its drafts are taken from.
+    """
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__(inputs)
@@ -60,11 +66,19 @@ class TableCache(Cache):
 
     def call(self, function: str, length: int) -> Outputs:
         if function in (PREFILL, DRAFT):
-            answered = max(0, length - len(PROMPT) + 1)  # the prompt's last token goes with the first step
-            return {NEXT_ROOT: np.zeros(1, np.int32), NEXT_DRAFTS: self.draft(self.truth[answered:])}
+            answered = max(
+                0, length - len(PROMPT) + 1
+            )  # the prompt's last token goes with the first step
+            return {
+                NEXT_ROOT: np.zeros(1, np.int32),
+                NEXT_DRAFTS: self.draft(self.truth[answered:]),
+            }
         nodes = TREE.draft_indices(2) if function == VERIFY else [0]
         held = [self.inputs[ROOT][0], *self.inputs[DRAFTS].ravel()]
-        return {LOGITS: MODEL[[held[node] for node in nodes]], STATES: np.zeros((len(nodes), 1), np.float32)}
+        return {
+            LOGITS: MODEL[[held[node] for node in nodes]],
+            STATES: np.zeros((len(nodes), 1), np.float32),
+        }
 
     def draft(self, truth: list[int]) -> Any:
         drafts = self.random.integers(0, SIZE, (2, 2)).astype(np.int32)
@@ -92,12 +106,16 @@ def answer(conversation: Conversation, sampling: Sampling, advance: Advance) -> 
     """The first two tokens."""
     conversation.length = 0
     conversation.chosen_by(Chooser(sampling, PROMPT, [0], SIZE))
-    runs = decode(conversation, PROMPT, advance, lambda run: Emission("", len(run), False), max_tokens=2)
+    runs = decode(
+        conversation, PROMPT, advance, lambda run: Emission("", len(run), False), max_tokens=2
+    )
     return [token for run in runs for token in run.tokens]
 
 
 def exact(sampling: Sampling, answered: list[int]) -> Any:
-    """The probabilities of the token after a part of an answer; penalties of the answer only are OpenAI's formula."""
+    """The probabilities of the token after a part of an answer; penalties of the answer only are
+    OpenAI's formula.
+    """
     text = torch.tensor([[*PROMPT, *answered]])
     scores = torch.tensor(MODEL[int(text[0, -1])], dtype=torch.float64)[None]
     scores = hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(text, scores)
@@ -115,8 +133,11 @@ def exact(sampling: Sampling, answered: list[int]) -> Any:
 
 
 def p_value(sampling: Sampling, draws: int) -> float:
-    """How likely pairs are whose frequencies are at least as far from the exact ones as those found."""
-    conversation, counts = TableEngine().new_conversation(), np.zeros((SIZE, SIZE))
+    """How likely pairs are whose frequencies are at least as far from the exact ones as those
+    found.
+    """
+    conversation = TableEngine().new_conversation()
+    counts = np.zeros((SIZE, SIZE))
     cache = conversation.cache
     assert isinstance(cache, TableCache)
     for seed in range(draws):

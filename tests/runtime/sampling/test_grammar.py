@@ -38,7 +38,10 @@ LANGUAGES: dict[str, tuple[Structure, set[str]]] = {
         Structure.json_schema(
             {
                 "type": "object",
-                "properties": {"name": {"enum": ["me", "Al\"{{"]}, "n": {"type": ["null", "boolean"]}},
+                "properties": {
+                    "name": {"enum": ["me", 'Al"{{']},
+                    "n": {"type": ["null", "boolean"]},
+                },
                 "required": ["name"],
                 "additionalProperties": False,
             }
@@ -49,9 +52,11 @@ LANGUAGES: dict[str, tuple[Structure, set[str]]] = {
             for more in ({}, {"n": None}, {"n": True}, {"n": False})
         },
     ),
-}  # fmt: skip
+}
 LANGUAGES["lark"][1].update(
-    "{{" + "".join(words) + "}}" for n in range(1, 5) for words in itertools.product(("x", '"name",'), repeat=n)
+    "{{" + "".join(words) + "}}"
+    for n in range(1, 5)
+    for words in itertools.product(("x", '"name",'), repeat=n)
 )
 
 
@@ -68,17 +73,24 @@ def allowed(grammar: Grammar) -> set[int]:
 def test_a_structure_allows_what_its_language_has(name: str) -> None:
     structure, language = LANGUAGES[name]
     draw = np.random.default_rng(3)
-    ends, forced = set(), 0
+    ends = set()
+    forced = 0
     for _ in range(60):
-        grammar, text = open_grammar(structure, letters(), VOCAB), ""
+        grammar = open_grammar(structure, letters(), VOCAB)
+        text = ""
         while True:
             possible = {
-                i for i in range(VOCAB) if (t := token_text(i)) and any(w.startswith(text + t) for w in language)
+                i
+                for i in range(VOCAB)
+                if (t := token_text(i)) and any(w.startswith(text + t) for w in language)
             }
             if text in language:
                 possible |= STOPS
-            found, must = allowed(grammar), grammar.forced
-            if must and must[0] not in STOPS:  # of several ways to write what is certain, the tokenizer's own
+            found = allowed(grammar)
+            must = grammar.forced
+            if (
+                must and must[0] not in STOPS
+            ):  # of several ways to write what is certain, the tokenizer's own
                 assert found == {must[0]} <= possible
                 assert any(w.startswith(text + "".join(map(token_text, must))) for w in language)
                 forced += 1
@@ -150,16 +162,31 @@ WRONG: list[tuple[Any, str]] = [
     (Structure.json_schema({"not": {"type": "string"}}), "Unimplemented keys"),
     (Structure.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
     (Structure.json_schema({"type": "integer", "multipleOf": 12345678}), "multipleOf"),
-    (Structure.json_schema({"allOf": [{"multipleOf": 9973}, {"items": {"multipleOf": 9967}}]}), "multipleOf"),
+    (
+        Structure.json_schema({"allOf": [{"multipleOf": 9973}, {"items": {"multipleOf": 9967}}]}),
+        "multipleOf",
+    ),
     (Structure.json_schema({"enum": [f"v{i * 7919}" for i in range(60_000)]}), "too big"),
     # These three ended the process.
     (Structure.json_schema({"const": -(2**63)}), "const has a number beyond 2"),
     (Structure.json_schema({"items": {"enum": [[{"a": -1e300}]]}}), "enum has a number beyond 2"),
-    (Structure.json_schema({"type": "integer", "minimum": -(2**63), "maximum": 1 - 2**63}), "maximum has a number"),
-    (Structure.lark('start: "a" %json{"const":[-9223372036854775807]}'), "const has a number beyond 2"),
+    (
+        Structure.json_schema({"type": "integer", "minimum": -(2**63), "maximum": 1 - 2**63}),
+        "maximum has a number",
+    ),
+    (
+        Structure.lark('start: "a" %json{"const":[-9223372036854775807]}'),
+        "const has a number beyond 2",
+    ),
     (Structure.lark('start: %json {"type":"integer","multipleOf":12345678}'), "multipleOf"),
-    (Structure.json_schema({"const": {"id": 2**53 + 1}}), "const has a number beyond 2"),  # 2^53 was written
-    (Structure.json_schema({"enum": ["a", 1e20]}), "enum has a number beyond 2"),  # 2^63 - 1 was written
+    (
+        Structure.json_schema({"const": {"id": 2**53 + 1}}),
+        "const has a number beyond 2",
+    ),  # 2^53 was written
+    (
+        Structure.json_schema({"enum": ["a", 1e20]}),
+        "enum has a number beyond 2",
+    ),  # 2^63 - 1 was written
 ]
 
 
@@ -175,10 +202,16 @@ def test_what_cannot_be_used_is_refused_in_one_line(made: Any, reason: str) -> N
     [
         Structure.json_object(),
         Structure.json_schema({}),
-        Structure.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}),
+        Structure.json_schema(
+            {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
+        ),
         Structure.json_schema({"items": {"multipleOf": 0.01}, "type": "array"}),
-        Structure.json_schema({"anyOf": [{"type": "integer", "maximum": 2**64 - 1}, {"const": "9" * 99}]}),
-        Structure.lark('start: "%json" | %json {"enum": [9007199254740992, "-9223372036854775808"]}'),
+        Structure.json_schema(
+            {"anyOf": [{"type": "integer", "maximum": 2**64 - 1}, {"const": "9" * 99}]}
+        ),
+        Structure.lark(
+            'start: "%json" | %json {"enum": [9007199254740992, "-9223372036854775808"]}'
+        ),
         Structure.regex("(a{1000}){1000}"),
         Structure.regex("(x+x+)+y"),
         Structure.regex(".*n.{300}n"),
@@ -230,7 +263,9 @@ def test_the_mask_comes_after_processors_and_log_probabilities_are_the_models_ow
         best = int(np.argmax(logits))
         assert chooser.logprobs[0].ids == (best,)
         shifted = np.exp(logits.astype(np.float64))
-        assert chooser.logprobs[0].chosen == pytest.approx(np.log(shifted[expected] / shifted.sum()), abs=1e-5)
+        assert chooser.logprobs[0].chosen == pytest.approx(
+            np.log(shifted[expected] / shifted.sum()), abs=1e-5
+        )
         with pytest.raises(InputError, match="forbids every token"):
             banned = Sampling(suppress=tuple(letters().encode("c")), structure=structure)
             held = Chooser(banned, [5], [0, 3], VOCAB, open_grammar(structure, letters(), VOCAB))
@@ -241,19 +276,31 @@ def test_the_mask_comes_after_processors_and_log_probabilities_are_the_models_ow
 
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 0.05}, {"top_k": 3}, {"typical_p": 0.8}],
+    [
+        {},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"top_p": 0.9, "min_p": 0.05},
+        {"top_k": 3},
+        {"typical_p": 0.8},
+    ],
     ids=str,
 )
 def test_a_token_is_that_of_masked_scores_also_where_no_mask_was_needed(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    masks, masked = [], Grammar.masked
-    monkeypatch.setattr(Grammar, "masked", lambda grammar, scores: masks.append(grammar) or masked(grammar, scores))
-    structure, likely = Structure.regex("[a-f]{3}"), letters().encode("abcd")
+    masks = []
+    masked = Grammar.masked
+    monkeypatch.setattr(
+        Grammar, "masked", lambda grammar, scores: masks.append(grammar) or masked(grammar, scores)
+    )
+    structure = Structure.regex("[a-f]{3}")
+    likely = letters().encode("abcd")
     for seed in range(20):
         sampling = Sampling(temperature=1.0, seed=seed, structure=structure, **asked)
         own, beside = (open_grammar(structure, letters(), VOCAB) for _ in range(2))
-        chooser, draw = Chooser(sampling, [5], sorted(STOPS), VOCAB, own), np.random.default_rng(seed)
+        chooser = Chooser(sampling, [5], sorted(STOPS), VOCAB, own)
+        draw = np.random.default_rng(seed)
         for position in range(1, 4):
             logits = draw.normal(size=VOCAB).astype(np.float32)
             logits[likely] += 4

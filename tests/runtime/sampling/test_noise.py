@@ -19,7 +19,8 @@ def philox_by_hand(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int,
     a, b, c, d = counter
     k, m = key
     for _ in range(10):
-        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
+        p = 0xD2511F53 * a
+        q = 0xCD9E8D57 * c
         a, b, c, d = (q >> 32) ^ b ^ k, q & LOW, (p >> 32) ^ d ^ m, p & LOW
         k, m = (k + 0x9E3779B9) & LOW, (m + 0xBB67AE85) & LOW
     return a, b, c, d
@@ -37,7 +38,9 @@ def philox_by_hand(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int,
         ),
     ],
 )
-def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]) -> None:
+def test_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
     """Those that the authors publish."""
     assert philox_by_hand(counter, key) == words
 
@@ -63,15 +66,23 @@ def noise_by_hand(seed: int, position: int, token: int) -> float:
     return -math.log(smallest + exponential(*own[2 * (token & 1) : 2 * (token & 1) + 2]))
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 1 << 20), st.lists(st.integers(0, 999), min_size=1, unique=True))
-def test_noise_is_a_function_of_seed_position_and_token(seed: int, position: int, tokens: list[int]) -> None:
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 1 << 20),
+    st.lists(st.integers(0, 999), min_size=1, unique=True),
+)
+def test_noise_is_a_function_of_seed_position_and_token(
+    seed: int, position: int, tokens: list[int]
+) -> None:
     ids = np.array(sorted(tokens))
     found = gumbel(seed, position, ids, 1000)
     assert found == pytest.approx([noise_by_hand(seed, position, int(i)) for i in ids], abs=1e-12)
 
 
 @given(st.integers(1, 1200), st.floats(0.1, 30), st.integers(0, 100))
-def test_the_best_of_all_tokens_is_found_without_computing_them(vocab: int, spread: float, position: int) -> None:
+def test_the_best_of_all_tokens_is_found_without_computing_them(
+    vocab: int, spread: float, position: int
+) -> None:
     logits = (np.random.default_rng(position).normal(size=vocab) * spread).astype(np.float32)
     for temperature in (0.3, 1.0, 2.5):
         scores = (logits / np.float32(temperature)).astype(np.float64)
@@ -86,12 +97,16 @@ def test_a_token_that_must_not_be_chosen_is_not() -> None:
 
 
 def test_numbers_are_those_of_a_gumbel_distribution() -> None:
-    """Mean, variance and every tenth of the distribution, over 200,000 numbers; and tokens do not agree."""
+    """Mean, variance and every tenth of the distribution, over 200,000 numbers; and tokens do not
+    agree.
+    """
     found = np.stack([gumbel(9, position, np.arange(2000), 2000) for position in range(100)])
     assert found.mean() == pytest.approx(0.5772, abs=0.01)
     assert found.var() == pytest.approx(math.pi**2 / 6, abs=0.03)
     for tenth in range(1, 10):
-        assert np.mean(found < -math.log(-math.log(tenth / 10))) == pytest.approx(tenth / 10, abs=0.005)
+        assert np.mean(found < -math.log(-math.log(tenth / 10))) == pytest.approx(
+            tenth / 10, abs=0.005
+        )
     between = np.corrcoef(found[:, :40].T) - np.eye(40)
     assert np.max(np.abs(between)) < 0.45  # 100 samples a pair
     assert abs(np.mean(between)) < 0.01

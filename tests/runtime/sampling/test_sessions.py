@@ -1,4 +1,6 @@
-"""The promise of sampling: for a seed, the same tokens and log-probabilities in every decoding mode."""
+"""The promise of sampling: for a seed, the same tokens and log-probabilities in every decoding
+mode.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS, ids=range(len(SAMPLERS)))
-def test_forced_drafts_end_at_every_node_and_change_nothing(session: Session, sampling: Sampling) -> None:
+def test_forced_drafts_end_at_every_node_and_change_nothing(
+    session: Session, sampling: Sampling
+) -> None:
     # Without our kernels a node's ancestors stand in other columns than in plain decoding.
     assert check_forced_drafts(session.engine, sampling) == {1, 2, 3, 4}
 
@@ -47,20 +51,27 @@ def test_every_mode_gives_the_same_answer(streams: bool) -> None:
             chosen = Sampling(**{**vars(sampling), "seed": seed})
             found = []
             for mode in ("plain", SPECULATIVE, ADAPTIVE):
-                for _ in session.runs(session.prompt_ids("2 3 2 3 2 3"), max_tokens=40, mode=mode, sampling=chosen):
+                for _ in session.runs(
+                    session.prompt_ids("2 3 2 3 2 3"), max_tokens=40, mode=mode, sampling=chosen
+                ):
                     pass
                 found.append((session.last.tokens, session.last.text, session.last.logprobs))
                 assert len(session.last.logprobs) == len(session.last.tokens)
             for tokens, text, logprobs in found[1:]:
                 assert (tokens, text) == found[0][:2]
-                agree(logprobs, found[0][2], exactly=not streams)  # a chain has the bits of plain decoding
+                agree(
+                    logprobs, found[0][2], exactly=not streams
+                )  # a chain has the bits of plain decoding
 
 
 def test_a_seed_decides_the_answer_and_a_conversation_goes_on(session: Session) -> None:
     def chat(seed: int, speculate: bool) -> list[str]:
         session.reset()
         sampling = Sampling(temperature=1.0, seed=seed)
-        return ["".join(session.chat(text, max_tokens=12, speculate=speculate, sampling=sampling)) for text in "123"]
+        return [
+            "".join(session.chat(text, max_tokens=12, speculate=speculate, sampling=sampling))
+            for text in "123"
+        ]
 
     assert chat(1, True) == chat(1, False) == chat(1, True)
     assert len({tuple(chat(seed, True)) for seed in range(4)}) > 1
@@ -78,43 +89,67 @@ def test_an_answer_that_was_given_up_leaves_nothing_behind(session: Session) -> 
 
 def test_what_a_bundle_or_mode_cannot_do_is_said(session: Session) -> None:
     asked = Sampling(temperature=1.0)
-    with Session.open(tiny_bundle(), threads=1) as other, pytest.raises(InputError, match="--choose host"):
+    with (
+        Session.open(tiny_bundle(), threads=1) as other,
+        pytest.raises(InputError, match="--choose host"),
+    ):
         other.generate("1", sampling=asked)
     with pytest.raises(InputError, match="choose 'plain'"):
         session.runs([1], mode="plain_step", sampling=asked)
-    assert list(session.generate("1", max_tokens=3, sampling=Sampling())) == list(session.generate("1", max_tokens=3))
+    assert list(session.generate("1", max_tokens=3, sampling=Sampling())) == list(
+        session.generate("1", max_tokens=3)
+    )
 
 
-def test_a_session_lives_on_after_requests_that_fail(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_lives_on_after_requests_that_fail(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask(**asked: Any) -> str:
         return "".join(
-            session.generate("1 2 3", max_tokens=9, sampling=Sampling(**{"temperature": 0.9, "seed": 1} | asked))
+            session.generate(
+                "1 2 3", max_tokens=9, sampling=Sampling(**{"temperature": 0.9, "seed": 1} | asked)
+            )
         )
 
-    expected, vocab = ask(), session.engine.geometry.vocab
+    expected = ask()
+    vocab = session.engine.geometry.vocab
     never = np.full(vocab, -np.inf, np.float32)
     for wrong, error in (
-        ({"top_p": 0.0}, "top_p is 0.0"), ({"seed": 1 << 64}, "seed is 18446744073709551616"), ({"top_k": -1}, "top_k"),
-        ({"logit_bias": {vocab: 1.0}}, "not one of"), ({"suppress": tuple(range(vocab))}, "forbids every token"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616"),
+        ({"top_k": -1}, "top_k"),
+        ({"logit_bias": {vocab: 1.0}}, "not one of"),
+        ({"suppress": tuple(range(vocab))}, "forbids every token"),
         ({"processors": (lambda ids, scores: never,)}, "forbids every token"),
         ({"processors": (lambda ids, scores: None,)}, "a processor returned"),
         ({"processors": (lambda ids, scores: scores[1:],)}, "a processor returned"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=error):
             ask(**wrong)
         assert ask() == expected
     for value in (np.nan, np.inf):
         with monkeypatch.context() as patch:
             logits = Conversation._logits
-            patch.setattr(Conversation, "_logits", lambda *given: logits(*given) * np.float32(value))  # noqa: B023
+            patch.setattr(
+                Conversation,
+                "_logits",
+                lambda *given: logits(*given) * np.float32(value),  # noqa: B023
+            )
             with pytest.raises(BundleError, match="not numbers"):
                 ask()
         assert ask() == expected
 
 
 def test_penalties_know_a_prefix_that_was_reused(session: Session) -> None:
-    asked = Sampling(temperature=0.5, repetition_penalty=2.0, no_repeat_ngram_size=2, frequency_penalty=0.5, seed=8)
-    long, other = [5, 6, 5, 7, 5, 6, 8, 9, 10, 3], [5, 6, 5, 7, 5, 6, 8, 9, 11]
+    asked = Sampling(
+        temperature=0.5,
+        repetition_penalty=2.0,
+        no_repeat_ngram_size=2,
+        frequency_penalty=0.5,
+        seed=8,
+    )
+    long = [5, 6, 5, 7, 5, 6, 8, 9, 10, 3]
+    other = [5, 6, 5, 7, 5, 6, 8, 9, 11]
 
     def tokens(ids: list[int]) -> list[int]:
         for _ in session.runs(ids, max_tokens=20, sampling=asked):
@@ -129,7 +164,19 @@ def test_penalties_know_a_prefix_that_was_reused(session: Session) -> None:
 
 def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
     bundle = str(tiny_bundle("int8", choose=True).folder)
-    asked = ["run", bundle, "--prompt", "1 2", "--max-tokens", "9", "--threads", "1", "--json", "--temperature", "0.9"]
+    asked = [
+        "run",
+        bundle,
+        "--prompt",
+        "1 2",
+        "--max-tokens",
+        "9",
+        "--threads",
+        "1",
+        "--json",
+        "--temperature",
+        "0.9",
+    ]
     found = []
     four = ["--seed", "4", "--logprobs", "2"]
     for more in (four, [*four, "--no-speculate"], ["--seed", "5"]):
@@ -143,7 +190,9 @@ def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_is_not_asked_for_is_as_the_model_recommends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_asked_for_is_as_the_model_recommends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = ModelSampling(True, temperature=0.6, top_k=9, repetition_penalty=1.4, suppress=(4,))
     bundle = tiny_bundle("int8", choose=True)
     with BundleWriter(tmp_path / "b") as writer:
@@ -156,7 +205,17 @@ def test_what_is_not_asked_for_is_as_the_model_recommends(tmp_path: Path, capsys
         assert opened.sampling(top_p=0.9) == Sampling(temperature=1.0, top_p=0.9)
 
     def run(*more: str) -> list[int]:
-        call = ["run", str(tmp_path / "b"), "--prompt", "1 2", "--max-tokens", "20", "--threads", "1", "--json"]
+        call = [
+            "run",
+            str(tmp_path / "b"),
+            "--prompt",
+            "1 2",
+            "--max-tokens",
+            "20",
+            "--threads",
+            "1",
+            "--json",
+        ]
         assert main([*call, *more]) == 0
         said = capsys.readouterr()
         assert ("temperature=0.6" in said.err) is not bool(more)
@@ -164,7 +223,13 @@ def test_what_is_not_asked_for_is_as_the_model_recommends(tmp_path: Path, capsys
         return tokens
 
     named = ["--temperature", "0.6", "--top-k", "9", "--repetition-penalty", "1.4"]
-    assert run("--sample") == run("--seed", "0") == run(*named) != run("--top-k", "0") != run("--seed", "1")
+    assert (
+        run("--sample")
+        == run("--seed", "0")
+        == run(*named)
+        != run("--top-k", "0")
+        != run("--seed", "1")
+    )
     assert run("--temperature", "0") == run("--logprobs", "1") == run()
     assert main(["inspect", str(tmp_path / "b")]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -50,7 +50,10 @@ REGEX = "(ab|cd){5,9}: (red|green), name"
 STRUCTURES: dict[str, tuple[Structure, Callable[[str], object]]] = {
     "schema": (Structure.json_schema(SCHEMA), is_json),
     "regex": (Structure.regex(REGEX), re.compile(REGEX).fullmatch),
-    "lark": (Structure.lark('start: "{{" digit ("+" digit) ~ 0..7 "=" digit "}}"\ndigit: /[0-9]/'), is_sum),
+    "lark": (
+        Structure.lark('start: "{{" digit ("+" digit) ~ 0..7 "=" digit "}}"\ndigit: /[0-9]/'),
+        is_sum,
+    ),
 }
 SAMPLERS = (
     Sampling(),
@@ -69,7 +72,9 @@ def with_letters(bundle: object) -> Session:
 @pytest.fixture(scope="module", params=["streams", "lookup"])
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     streams = request.param == "streams"
-    with with_letters(tiny_bundle("int8", streams, repeats=0 if streams else 3, choose=True)) as opened:
+    with with_letters(
+        tiny_bundle("int8", streams, repeats=0 if streams else 3, choose=True)
+    ) as opened:
         yield opened
 
 
@@ -82,7 +87,10 @@ def test_every_mode_gives_the_same_answer_in_its_form(session: Session, name: st
         found = []
         for mode in ("plain", SPECULATIVE, ADAPTIVE):
             ids = session.prompt_ids(f"2 3 {seed}")
-            steps = [len(run.tokens) for run in session.runs(ids, max_tokens=60, mode=mode, sampling=asked)]
+            steps = [
+                len(run.tokens)
+                for run in session.runs(ids, max_tokens=60, mode=mode, sampling=asked)
+            ]
             found.append((session.last.tokens, session.last.text))
             if mode == SPECULATIVE:
                 assert max(steps) > 1
@@ -96,16 +104,23 @@ def test_every_mode_gives_the_same_answer_in_its_form(session: Session, name: st
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_drafts_of_any_kind_change_nothing(session: Session, name: str) -> None:
     """Right drafts on one path after another, wrong ones, and forced tokens over both."""
-    structure, vocab, counts = STRUCTURES[name][0], session.engine.geometry.vocab, set()
+    structure = STRUCTURES[name][0]
+    vocab = session.engine.geometry.vocab
+    counts = set()
     tree = session.engine.geometry.tree
 
-    def answer(sampling: Sampling, plant: Callable[[Conversation, Sequence[int]], None] | None) -> list[int]:
-        conversation, tokens = session.engine.new_conversation(), list[int]()
+    def answer(
+        sampling: Sampling, plant: Callable[[Conversation, Sequence[int]], None] | None
+    ) -> list[int]:
+        conversation = session.engine.new_conversation()
+        tokens = list[int]()
         grammar = open_grammar(structure, letters(), vocab)
         conversation.chosen_by(Chooser(sampling, prompt, letters().stop_ids, vocab, grammar))
 
         def accept(run: Sequence[int]) -> Emission:
-            used = next((i for i, token in enumerate(run, 1) if token in letters().stop_ids), len(run))
+            used = next(
+                (i for i, token in enumerate(run, 1) if token in letters().stop_ids), len(run)
+            )
             tokens.extend(run[:used])
             return Emission("", used, run[used - 1] in letters().stop_ids)
 
@@ -138,11 +153,19 @@ def test_drafts_of_any_kind_change_nothing(session: Session, name: str) -> None:
 def test_forced_tokens_are_drafts_that_are_all_accepted(session: Session) -> None:
     asked = Sampling(structure=Structure.regex("(red|green), (ab){6}"))
     for mode in (SPECULATIVE, ADAPTIVE):
-        steps = [len(run.tokens) for run in session.runs([5, 6, 7], max_tokens=60, mode=mode, sampling=asked)]
+        steps = [
+            len(run.tokens)
+            for run in session.runs([5, 6, 7], max_tokens=60, mode=mode, sampling=asked)
+        ]
         text = session.last.text
         assert re.fullmatch("(red|green), (ab){6}", text) and session.last.reason is Reason.STOP
-        # The first step chooses a colour's letter; what follows is certain, and so is the stop token.
-        assert mode == ADAPTIVE or steps == [1, *[4] * ((len(text)) // 4), *([len(text) % 4] * (len(text) % 4 > 0))]
+        # The first step chooses a colour's letter; what follows is certain, and so is the stop
+        # token.
+        assert mode == ADAPTIVE or steps == [
+            1,
+            *[4] * ((len(text)) // 4),
+            *([len(text) % 4] * (len(text) % 4 > 0)),
+        ]
     assert TREE.emitted == 4
 
 
@@ -170,7 +193,17 @@ def test_run_takes_structures(
     monkeypatch.setattr(ChatTokenizer, "from_bytes", lambda *_: letters())
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     (tmp_path / "sum.lark").write_text(STRUCTURES["lark"][0].source)
-    asked = ["run", str(bundle.folder), "--prompt", "1 2", "--max-tokens", "80", "--threads", "1", "--json"]
+    asked = [
+        "run",
+        str(bundle.folder),
+        "--prompt",
+        "1 2",
+        "--max-tokens",
+        "80",
+        "--threads",
+        "1",
+        "--json",
+    ]
     for option, has_form in (
         (["--json-schema", str(tmp_path / "schema.json")], is_json),
         (["--grammar", str(tmp_path / "sum.lark")], is_sum),
@@ -180,7 +213,11 @@ def test_run_takes_structures(
         for more in ([], ["--no-speculate"]):
             assert main([*asked, *option, "--temperature", "0.7", *more]) == 0
             found.append(json.loads(capsys.readouterr().out))
-        assert found[0]["tokens"] == found[1]["tokens"] and found[0]["reason"] == "stop" and has_form(found[0]["text"])
+        assert (
+            found[0]["tokens"] == found[1]["tokens"]
+            and found[0]["reason"] == "stop"
+            and has_form(found[0]["text"])
+        )
         assert found[0]["steps"] < found[1]["steps"]
     assert main([*asked, "--json-object"]) == 0 and capsys.readouterr().out.find('"text": "{') > 0
     (tmp_path / "list.json").write_text("[1]")
@@ -201,11 +238,27 @@ def test_run_takes_structures(
 def test_bench_measures_structures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle, data, report = tiny_bundle("int8", choose=True), tmp_path / "data.jsonl", tmp_path / "report.json"
+    bundle = tiny_bundle("int8", choose=True)
+    data = tmp_path / "data.jsonl"
+    report = tmp_path / "report.json"
     monkeypatch.setattr(ChatTokenizer, "from_bytes", lambda *_: letters())
     data.write_text('{"prompt": "1 2"}\n{"prompt": "3"}\n')
-    asked = ["bench", str(bundle.folder), "--data", str(data), "--max-tokens", "20", "--threads", "1"]
+    asked = [
+        "bench",
+        str(bundle.folder),
+        "--data",
+        str(data),
+        "--max-tokens",
+        "20",
+        "--threads",
+        "1",
+    ]
     assert main([*asked, "--regex", "(ab|cd){3}", "--json", str(report), "--rounds", "1"]) == 0
     found = json.loads(report.read_text())
-    assert found["equal"] and found["sampling"] == {"structure": {"kind": "regex", "source": "(ab|cd){3}"}}
-    assert main([*asked, "--regex", "a", "--profile"]) == 2 and "--regex has no effect" in capsys.readouterr().err
+    assert found["equal"] and found["sampling"] == {
+        "structure": {"kind": "regex", "source": "(ab|cd){3}"}
+    }
+    assert (
+        main([*asked, "--regex", "a", "--profile"]) == 2
+        and "--regex has no effect" in capsys.readouterr().err
+    )

@@ -15,8 +15,17 @@ from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.plan import ExportOptions
 from ssdevice.export.target import ExportTarget
 
-LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")  # fmt: skip
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
 
 
 class NumPyExporter(Exporter):
@@ -26,20 +35,34 @@ class NumPyExporter(Exporter):
     schedule = Schedule.DEFERRED
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
-        backbone, streams = job.loaded.model.backbone, job.loaded.model.streams
+        backbone = job.loaded.model.backbone
+        streams = job.loaded.model.streams
         family = job.plan.identity.model_type
-        if family != "llama" or (streams is not None and (len(streams.adapters) or streams.f is not None)):
-            raise UnsupportedModelError(f"{family}: the numpy target takes llamas whose streams only have identifiers")
-        weights = {"embed": backbone.embed_tokens.weight, "head": backbone.lm_head.weight, "norm": backbone.norm.weight}
+        if family != "llama" or (
+            streams is not None and (len(streams.adapters) or streams.f is not None)
+        ):
+            raise UnsupportedModelError(
+                f"{family}: the numpy target takes llamas whose streams only have identifiers"
+            )
+        weights = {
+            "embed": backbone.embed_tokens.weight,
+            "head": backbone.lm_head.weight,
+            "norm": backbone.norm.weight,
+        }
         weights |= {"cos": backbone.rope_cos_, "sin": backbone.rope_sin_}
         for number, layer in enumerate(backbone.layers):
-            weights |= {f"{number}.{name.split('.')[-1]}": layer.get_submodule(name).weight for name in LINEARS}
+            weights |= {
+                f"{number}.{name.split('.')[-1]}": layer.get_submodule(name).weight
+                for name in LINEARS
+            }
         if streams is not None:
             weights["identifiers"] = streams.identifiers[: job.plan.geometry.gamma]
         arrays = {name: value.detach().numpy() for name, value in weights.items()}
         arrays |= {"epsilon": backbone.config.rms_norm_eps, "first_msa": job.loaded.model.first_msa}
         np.savez(folder / "weights.npz", **arrays)
-        return TargetResult({"weights": "weights.npz"}, CacheForm.INTERNAL, "float32", tools=("numpy",))
+        return TargetResult(
+            {"weights": "weights.npz"}, CacheForm.INTERNAL, "float32", tools=("numpy",)
+        )
 
     def gate(self, job: ExportJob, folder: Path, result: TargetResult) -> Mapping[str, float]:
         from ssdevice.export.driver import EngineDriver

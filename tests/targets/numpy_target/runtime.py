@@ -23,7 +23,7 @@ from ssdevice.contract import (
     TOKENS,
     VALID,
     Geometry,
-)  # fmt: skip
+)
 from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs
 from ssdevice.runtime.target import RuntimeTarget
 
@@ -38,7 +38,9 @@ class Llama:
         self.geometry = geometry
 
     def norm(self, h: Array, weight: str) -> Array:
-        return h / np.sqrt(np.square(h).mean(-1, keepdims=True) + self.w["epsilon"]) * self.w[weight]
+        return (
+            h / np.sqrt(np.square(h).mean(-1, keepdims=True) + self.w["epsilon"]) * self.w[weight]
+        )
 
     def heads(self, x: Array, weight: str, positions: Array | None = None) -> Array:
         """``[heads, R, head_dim]``, turned by its position where there is one."""
@@ -46,12 +48,19 @@ class Llama:
         if positions is None:
             return x
         first, second = np.split(x, 2, axis=-1)
-        return x * self.w["cos"][positions] + np.concatenate([-second, first], -1) * self.w["sin"][positions]
+        return (
+            x * self.w["cos"][positions]
+            + np.concatenate([-second, first], -1) * self.w["sin"][positions]
+        )
 
-    def run(self, layers: range, h: Array, positions: Array, past: Array, seen: Array) -> tuple[Array, Array]:
-        """Hidden states after the layers, and their new rows ``[layers, 2, kv_heads, R, head_dim]``.
+    def run(
+        self, layers: range, h: Array, positions: Array, past: Array, seen: Array
+    ) -> tuple[Array, Array]:
+        """Hidden states after the layers, and their new rows ``[layers, 2, kv_heads, R,
+        head_dim]``.
 
-        ``past [layers, 2, kv_heads, P, head_dim]``: rows that all see; ``seen [R, R]``: new rows that each sees.
+        ``past [layers, 2, kv_heads, P, head_dim]``: rows that all see; ``seen [R, R]``: new rows
+        that each sees.
         """
         new = []
         for i in layers:
@@ -64,30 +73,50 @@ class Llama:
             scores[..., past.shape[3] :][..., ~seen] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             mixed = weights / weights.sum(-1, keepdims=True) @ values[:, None]
-            h = h + mixed.reshape(-1, *mixed.shape[2:]).transpose(1, 0, 2).reshape(len(h), -1) @ self.w[f"{i}.o_proj"].T
+            h = (
+                h
+                + mixed.reshape(-1, *mixed.shape[2:]).transpose(1, 0, 2).reshape(len(h), -1)
+                @ self.w[f"{i}.o_proj"].T
+            )
             x = self.norm(h, f"{i}.post_attention_layernorm")
             gate = x @ self.w[f"{i}.gate_proj"].T
-            h = h + (gate / (1 + np.exp(-gate)) * (x @ self.w[f"{i}.up_proj"].T)) @ self.w[f"{i}.down_proj"].T
+            h = (
+                h
+                + (gate / (1 + np.exp(-gate)) * (x @ self.w[f"{i}.up_proj"].T))
+                @ self.w[f"{i}.down_proj"].T
+            )
         return h, np.stack(new)
 
     def logits(self, h: Array) -> Array:
         return self.norm(h, "norm") @ self.w["head"].T
 
     def call(self, function: str, given: Mapping[str, Array], cache: Array) -> dict[str, Array]:
-        """A function of the contract; accepted rows go to ``cache [layers, 2, kv_heads, capacity, head_dim]``."""
-        tree, length = self.geometry.tree, int(given[LENGTH][0])
-        first, every = int(self.w["first_msa"]), self.geometry.layers
+        """A function of the contract; accepted rows go to ``cache [layers, 2, kv_heads, capacity,
+        head_dim]``.
+        """
+        tree = self.geometry.tree
+        length = int(given[LENGTH][0])
+        first = int(self.w["first_msa"])
+        every = self.geometry.layers
         if function == STEP:
-            tokens = np.concatenate([given[ROOT], given[DRAFTS].reshape(-1)])[list(tree.draft_indices(self.geometry.k))]
-            positions, seen = length + np.array(tree.depths), np.array(tree.ancestors, bool)
+            tokens = np.concatenate([given[ROOT], given[DRAFTS].reshape(-1)])[
+                list(tree.draft_indices(self.geometry.k))
+            ]
+            positions = length + np.array(tree.depths)
+            seen = np.array(tree.ancestors, bool)
         else:
             tokens = given[CHUNK][: given[VALID][0]] if function == PREFILL else given[ROOT]
-            positions, seen = length + np.arange(len(tokens)), np.tri(len(tokens), dtype=bool)
+            positions = length + np.arange(len(tokens))
+            seen = np.tri(len(tokens), dtype=bool)
         past = cache[:, :, :, :length]
         middle, below = self.run(range(first), self.w["embed"][tokens], positions, past, seen)
         top, above = self.run(range(first, every), middle, positions, past, seen)
         predicted = self.logits(top).argmax(-1).astype(np.int32)
-        path = [len(tokens) - 1] if function != STEP else list(tree.path_table[self.end(tokens, predicted)])
+        path = (
+            [len(tokens) - 1]
+            if function != STEP
+            else list(tree.path_table[self.end(tokens, predicted)])
+        )
         rows = range(len(tokens)) if function != STEP else list(dict.fromkeys(path))
         cache[:, :, :, length : length + len(rows)] = np.concatenate([below, above])[:, :, :, rows]
         if function == PLAIN:
@@ -95,22 +124,33 @@ class Llama:
         drafts = self.drafts(middle[path[-1]], length + len(rows), cache)
         if function == PREFILL:
             return {NEXT_ROOT: predicted[-1:], NEXT_DRAFTS: drafts}
-        return {TOKENS: predicted[path], COUNT: np.array([len(rows)], np.int32), NEXT_DRAFTS: drafts}
+        return {
+            TOKENS: predicted[path],
+            COUNT: np.array([len(rows)], np.int32),
+            NEXT_DRAFTS: drafts,
+        }
 
     def end(self, tokens: Array, predicted: Array) -> int:
         """The deepest node whose whole path was predicted, the first of equals."""
-        tree, stands = self.geometry.tree, [True]
+        tree = self.geometry.tree
+        stands = [True]
         for node in range(1, self.geometry.tree.size):
-            stands.append(stands[tree.parents[node]] and tokens[node] == predicted[tree.parents[node]])
+            stands.append(
+                stands[tree.parents[node]] and tokens[node] == predicted[tree.parents[node]]
+            )
         return max(range(tree.size), key=lambda node: (stands[node], tree.depths[node], -node))
 
     def drafts(self, h: Array, length: int, cache: Array) -> Array:
-        """Candidates ``[γ, k]`` of the streams of the last committed token, in state ``h`` below the MSA layers."""
-        gamma, k = self.geometry.gamma, self.geometry.k
+        """Candidates ``[γ, k]`` of the streams of the last committed token, in state ``h`` below
+        the MSA layers.
+        """
+        gamma = self.geometry.gamma
+        k = self.geometry.k
         if not gamma:
             return np.zeros((0, k), np.int32)
         layers = range(int(self.w["first_msa"]), self.geometry.layers)
-        start, own = h + self.w["identifiers"], np.tri(gamma, dtype=bool)
+        start = h + self.w["identifiers"]
+        own = np.tri(gamma, dtype=bool)
         s, _ = self.run(layers, start, length + np.arange(gamma), cache[:, :, :, :length], own)
         return np.argsort(-self.logits(s), axis=-1, kind="stable")[:, :k].astype(np.int32)
 

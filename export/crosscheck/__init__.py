@@ -1,1 +1,0 @@
-"""Compares what is exported with what a user of transformers and PEFT would run instead, before graphs are written."""

@@ -1,0 +1,136 @@
+"""Gives the torch reference the weights of a Core ML package, so that compression makes no
+difference.
+"""
+
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ssdevice.errors import ParityError
+from ssdevice.export.mlprogram.weights import short_name, weight_key
+from ssdevice.export.parity.difference import Array
+from ssdevice.export.plan import Quant
+from ssdevice.mil.program import Program
+from ssdevice.model.step import StreamModel
+
+CLOSE = {Quant.FP16: 0.005, Quant.INT8: 0.2, Quant.INT4: 0.7, Quant.PALETTE4: 0.7}
+"""Allowed relative difference of a stored matrix from the model's, measured on their sketches.
+
+It is well above the cost of rounding, even if outliers stretch the scales; a different matrix
+differs by 1.4.
+"""
+Sketches = Mapping[str, Tensor]
+"""Name of a matrix -> its ``sketch`` before its values were released."""
+
+
+@contextmanager
+def stored_weights(
+    model: StreamModel, program: Program, functions: Collection[str]
+) -> Iterator[None]:
+    """In this context every matrix of the model has the package's values.
+
+    Raises ParityError for a missing one.
+    """
+    before = adopt_weights(model, program, functions)
+    try:
+        yield
+    finally:
+        for weight, values in before.items():
+            weight.data = values
+
+
+def adopt_weights(
+    model: StreamModel,
+    program: Program,
+    functions: Collection[str],
+    quant: Quant | None = None,
+    own: Sketches | None = None,
+) -> dict[nn.Parameter, Tensor]:
+    """Give every matrix of the model its values in these functions of a package, sharing the
+    package's memory.
+
+    Returns the previous values. ``own``: the sketches of ``drop_matrices``. Raises ParityError for
+    a matrix that the package lacks or, with the requested precision ``quant``, one that differs by
+    more than that costs: a reference with the package's weights would not notice.
+    """
+    where = program.package.path
+    adopted = dict[nn.Parameter, Tensor]()
+    stored = decompressed(program, functions)
+    for names, weight in _matrices(model).items():
+        keys = [key for name in names for key in (key_of(name), short_name(key_of(name)))]
+        if (array := next((stored[key] for key in keys if key in stored), None)) is None:
+            raise ParityError(f"{where}: weight {names[0]} is not in the package")
+        if array.shape != tuple(weight.shape):
+            raise ParityError(
+                f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}"
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # the array is read-only, and the reference does not write
+            tensor = torch.from_numpy(array)
+        if quant is not None:
+            wanted = own[names[0]] if own else sketch(weight.data)
+            off = float((sketch(tensor) - wanted).norm() / wanted.norm().clamp_min(1e-12))
+            if not off <= CLOSE[quant]:
+                what = (
+                    f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its size"
+                )
+                raise ParityError(f"{what}, at most {CLOSE[quant]} can be rounding")
+        adopted[weight] = tensor.to(weight.dtype)
+    before = {weight: weight.data for weight in adopted}
+    for weight, values in adopted.items():
+        weight.data = values
+    return before
+
+
+def drop_matrices(model: StreamModel) -> Sketches:
+    """Release the memory of every matrix, which keeps only its shape until ``adopt_weights`` gives
+    it values.
+    """
+    sketches = {}
+    for names, weight in _matrices(model).items():
+        sketches[names[0]] = sketch(weight.data)
+        weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+    return sketches
+
+
+def sketch(matrix: Tensor) -> Tensor:
+    """A matrix ``[rows, columns]`` times a fixed random vector: ``[rows]`` numbers that identify
+    it.
+    """
+    return matrix.detach().float() @ torch.randn(
+        matrix.shape[1], generator=torch.Generator().manual_seed(0)
+    )
+
+
+def key_of(name: str) -> str:
+    """A parameter's name after conversion."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", name).lower()
+
+
+def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
+    """Every matrix of a linear or embedding once, by all its names."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for path, part in model.named_modules(remove_duplicate=False):  # stream adapters have two paths
+        if isinstance(part, (nn.Linear, nn.Embedding)):
+            found.setdefault(cast(nn.Parameter, part.weight), []).append(f"{path}.weight")
+    return {tuple(names): weight for weight, names in found.items()}
+
+
+def decompressed(program: Program, functions: Collection[str]) -> dict[str, Array]:
+    """The matrices of these functions by their converted names, without prefix and suffixes."""
+    found: dict[str, Array] = {}
+    for name in functions:
+        constants = program.plan(name).constants
+        for output, kind in program.package.function(name).makers.items():
+            key = weight_key(kind, output)
+            array = constants.get(output)
+            if key is not None and array is not None and array.ndim == 2:
+                found.setdefault(key, array)
+    return found

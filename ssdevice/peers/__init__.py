@@ -1,0 +1,3 @@
+"""Measures a bundle beside other engines on the same weights; each engine runs in a process of its
+own.
+"""

@@ -1,0 +1,96 @@
+"""Adds an app to a bundle with slots: checks its adapter, writes it in the target's form, and lists
+it.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ssdevice import arguments
+from ssdevice.adapters.slots import LAYOUT_ROLE, Variant, read_layout
+from ssdevice.adapters.storage import ADAPTERS, stored
+from ssdevice.adapters.weights import AdapterWeights, fill
+from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.integrity import SIGNATURE_FILE
+from ssdevice.bundle.manifest import NAME, AdapterKind, Precision
+from ssdevice.errors import InputError
+from ssdevice.rules import check_rule
+from ssdevice.runtime.opened import tokenizer_of
+from ssdevice.runtime.target import runtime_target
+from ssdevice.text.tokenizer import check_instruction
+
+
+def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
+    """Add the adapter in ``folder`` to a bundle as app ``name``; neither torch nor the base's
+    folder is needed.
+
+    ``precision``: how its floats are stored. The bundle is written to a new folder and replaced at
+    once. Returns a sentence for the user. Raises InputError for an adapter that does not fit.
+    """
+    manifest = bundle.manifest
+    check_rule("an app's name", arguments.text("an app's name", name), NAME)
+    folder = arguments.path("an adapter's folder", folder)
+    if name.lower() in {app.name.lower() for app in manifest.apps}:
+        raise InputError(
+            f"{bundle.folder} has an app {name!r}; remove it first: ssdevice bundle remove-app"
+        )
+    file, write = runtime_target(manifest.target).app_file(bundle, name, folder)
+    weights, variant, tensors = _fitted(bundle, name, folder)
+    check_instruction(tokenizer_of(bundle), name, weights.instruction, bundle.geometry.context)
+    own = f"{ADAPTERS}/{name}"
+    functions = dict(variant.functions)
+    base = manifest.model.sha256
+    app = weights.entry(
+        name, base, AdapterKind.SLOT, folder=own, files=(f"{own}/{file}",), functions=functions
+    )
+    again = signature_lost(bundle)
+    with BundleWriter(bundle.folder, overwrite=True) as writer:
+        writer.add_bundle(bundle)
+        write(writer.path_for(app.files[0]), stored(tensors, precision))
+        written = writer.commit(
+            dataclasses.replace(manifest, apps=(*manifest.apps, app), files={}, roles={})
+        )
+    entry = written.manifest.files[app.files[0]]
+    return f"added app {name} to {bundle.folder} ({entry.size} bytes, {variant.described}){again}"
+
+
+def signature_lost(bundle: Bundle) -> str:
+    """What to say of a bundle that is written anew, if it is signed."""
+    return (
+        "; its old signature is gone: sign it again"
+        if (bundle.folder / SIGNATURE_FILE).exists()
+        else ""
+    )
+
+
+def _fitted(
+    bundle: Bundle, name: str, folder: Path
+) -> tuple[AdapterWeights, Variant, dict[str, NDArray[Any]]]:
+    """The weights of the adapter in ``folder``, the bundle's variant that it needs, and its tensors
+    for that.
+
+    Raises InputError for a bundle without slots, or an adapter for another base, of another kind
+    than the bundle's apps, or with too few streams for the tree.
+    """
+    if LAYOUT_ROLE not in bundle.manifest.roles:
+        how = f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
+        raise InputError(
+            f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; {how}"
+        )
+    weights = AdapterWeights.read(folder)
+    g = bundle.geometry
+    if weights.settings is not None:
+        weights.settings.base.check(bundle.manifest.model, f"adapter {folder}")
+        if (gamma := weights.settings.streams.gamma) < g.gamma:
+            raise InputError(
+                f"{folder} has γ = {gamma} streams, the draft tree of {bundle.folder} is {g.gamma} deep"
+            )
+    layout = read_layout(bundle.file(LAYOUT_ROLE))
+    if (variant := layout.variant(weights.variant.name)) is None:
+        graphs = f"graphs for {weights.variant.described}; it has those for "
+        graphs += "; ".join(variant.described for variant in layout.variants)
+        how = f"Export a bundle with this app among its own: ssdevice export --slots --adapter {name}={folder} .."
+        raise InputError(f"{bundle.folder} has no {graphs}. {how}")
+    return weights, variant, fill(weights, variant, g.gamma, layout.hidden)
