@@ -35,7 +35,7 @@ from typing import Any
 
 from apps.paper.methods import lines
 from ssdevice.bench import report
-from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import VerifyAt
 
@@ -117,7 +117,8 @@ def network(bundle: Path, threads: int) -> Iterator[tuple[int, State]]:
 def device(args: argparse.Namespace, port: int | None, **more: Any) -> Iterator[Session]:
     """A session of SMALL; ``port``: of the server that verifies."""
     at = None if port is None else VerifyAt(f"http://{HOST}:{port}/v1", drafts=args.drafts, **more)
-    with Session.open(args.small, options=EngineOptions(threads=args.threads, verify_at=at)) as session:
+    opener = open_engine if at is None else at.open_engine
+    with Session.open(args.small, options=EngineOptions(threads=args.threads), opener=opener) as session:
         yield session
 
 

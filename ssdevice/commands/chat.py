@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Any
 
 from ssdevice import arguments
 from ssdevice.bundle.staging import write_json
@@ -18,7 +17,7 @@ from ssdevice.progress import count
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import on_stderr
 from ssdevice.strict_json import utf8
-from ssdevice.text.messages import DROP_OLDEST, OVERFLOWS, SYSTEM, USER, WAITING, checked
+from ssdevice.text.messages import DROP_OLDEST, OVERFLOWS, SYSTEM
 
 PROMPT = "> "
 DRAFTED = "green"
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Talk:
-    """A conversation, whose messages are kept here: commands change them between answers."""
+    """The lines of a user: messages to the session, and commands that change its conversation."""
 
     def __init__(self, args: argparse.Namespace, session: Session) -> None:
         from rich.console import Console
@@ -64,7 +63,6 @@ class _Talk:
         self._sampling = sampling_of(args, session.bundle)
         self._console = Console(highlight=False)  # heeds NO_COLOR, and a file gets no colours
         self._interactive = sys.stdin is not None and sys.stdin.isatty()
-        self._messages: list[dict[str, Any]] = []
         self._command("system", args.system or "")
 
     def hold(self) -> None:
@@ -92,7 +90,7 @@ class _Talk:
         session = self._session
         args = self._args
         pieces = session.chat(
-            messages=[*self._messages, {"role": USER, "content": prompt}],
+            prompt,
             template=dict(args.template_arg),
             overflow=args.overflow,
             max_tokens=args.max_tokens,
@@ -104,9 +102,6 @@ class _Talk:
             for piece in pieces:
                 self._show(piece)
         print(flush=True)
-        self._messages = (
-            session.messages or self._messages
-        )  # none if it was interrupted before its first token
         if dropped := session.last.dropped:
             on_stderr(f"[{count(dropped, 'oldest turn')} forgotten: the context is full]")
         if not args.quiet:
@@ -123,14 +118,15 @@ class _Talk:
         self._console.out(own, end="")
 
     def _command(self, name: str, argument: str) -> None:
-        system = [message for message in self._messages if message["role"] == SYSTEM]
+        session = self._session
+        system = [message for message in session.messages if message["role"] == SYSTEM]
         if name == "help":
             on_stderr(HELP)
         elif name == "reset":
-            self._messages = system
+            session.messages = system
         elif name == "system":
             new = [{"role": SYSTEM, "content": argument}] if argument else []
-            self._messages = [*new, *self._messages[len(system) :]]
+            session.messages = [*new, *session.messages[len(system) :]]
         elif name not in ("app", "save", "load"):
             raise InputError(
                 f"unknown command /{name}; /help lists them, and // begins a message with /"
@@ -138,17 +134,16 @@ class _Talk:
         elif not argument:
             raise InputError(f"/{name}: a name is missing; /help says what it names")
         elif name == "app":
-            self._session.use(argument)
-            self._messages = system
+            session.use(argument)
+            session.messages = system
         elif name == "save":
             file = arguments.path("/save", os.path.expanduser(argument))
             check_new_file(file, "/save")
             if file.exists():
                 raise InputError(f"/save {file}: it exists; choose another name")
-            write_json(file, self._messages)
+            write_json(file, session.messages)
         else:
-            messages = read_json(arguments.path("/load", os.path.expanduser(argument)))
-            self._messages = [dict(message) for message in checked(messages, WAITING)]
+            session.messages = read_json(arguments.path("/load", os.path.expanduser(argument)))
 
 
 def _lines(interactive: bool) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from ssdevice.adapters.settings import SETTINGS, read_settings
@@ -12,7 +11,7 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.bundle.manifest import LONGER, NOT_APPLIED, Precision
 from ssdevice.bundle.staging import check_writable
 from ssdevice.errors import InputError, reading
-from ssdevice.runtime.engine import EngineOptions
+from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import DRAFTED, VerifyAt
 from ssdevice.strict_json import utf8
@@ -115,12 +114,13 @@ def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
     Tells stderr which settings of the model's ``generate`` the bundle does not apply, and whether
     its context is longer than the model was made for.
     """
-    options = replace(engine_options(args, profile), verify_at=verify_at(args))
+    at = verify_at(args)
+    opener = open_engine if at is None else at.open_engine
     bundle = open_bundle(args)
     for note in bundle.manifest.notes:
         if note.startswith((LONGER, NOT_APPLIED)) and not args.quiet:
             print(f"ssdevice: {note}", file=sys.stderr)
-    return Session.open(bundle, app=args.app, options=options)
+    return Session.open(bundle, app=args.app, options=engine_options(args, profile), opener=opener)
 
 
 def add_verify_at(parser: argparse.ArgumentParser) -> None:

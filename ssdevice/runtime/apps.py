@@ -1,5 +1,6 @@
-"""Adds an app to a bundle with slots: checks its adapter, writes it in the target's form, and lists
-it.
+"""Adds an app to a bundle with slots.
+
+Its adapter is checked, written in the target's form, and listed in the manifest.
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ from ssdevice.text.tokenizer import check_instruction
 
 
 def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Precision.FP32) -> str:
-    """Add the adapter in ``folder`` to a bundle as app ``name``; neither torch nor the base's
-    folder is needed.
+    """Add the adapter in ``folder`` to a bundle as app ``name``.
 
-    ``precision``: how its floats are stored. The bundle is written to a new folder and replaced at
-    once. Returns a sentence for the user. Raises InputError for an adapter that does not fit.
+    Neither torch nor the base's folder is needed. The bundle is written to a new folder and
+    replaced at once. ``precision``: how the adapter's floats are stored. Returns a sentence for the
+    user. Raises InputError for an adapter that does not fit.
     """
     manifest = bundle.manifest
     check_rule("an app's name", arguments.text("an app's name", name), NAME)
@@ -40,10 +41,13 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
     weights, variant, tensors = _fitted(bundle, name, folder)
     check_instruction(tokenizer_of(bundle), name, weights.instruction, bundle.geometry.context)
     own = f"{ADAPTERS}/{name}"
-    functions = dict(variant.functions)
-    base = manifest.model.sha256
     app = weights.entry(
-        name, base, AdapterKind.SLOT, folder=own, files=(f"{own}/{file}",), functions=functions
+        name,
+        manifest.model.sha256,
+        AdapterKind.SLOT,
+        folder=own,
+        files=(f"{own}/{file}",),
+        functions=dict(variant.functions),
     )
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
@@ -58,39 +62,41 @@ def add_app(bundle: Bundle, name: str, folder: Path, precision: Precision = Prec
 
 def signature_lost(bundle: Bundle) -> str:
     """What to say of a bundle that is written anew, if it is signed."""
-    return (
-        "; its old signature is gone: sign it again"
-        if (bundle.folder / SIGNATURE_FILE).exists()
-        else ""
-    )
+    if not (bundle.folder / SIGNATURE_FILE).exists():
+        return ""
+    return "; its old signature is gone: sign it again"
 
 
 def _fitted(
     bundle: Bundle, name: str, folder: Path
 ) -> tuple[AdapterWeights, Variant, dict[str, NDArray[Any]]]:
-    """The weights of the adapter in ``folder``, the bundle's variant that it needs, and its tensors
-    for that.
+    """The adapter in ``folder``, the bundle's variant that it needs, and its tensors for that.
 
     Raises InputError for a bundle without slots, or an adapter for another base, of another kind
     than the bundle's apps, or with too few streams for the tree.
     """
     if LAYOUT_ROLE not in bundle.manifest.roles:
-        how = f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
         raise InputError(
-            f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; {how}"
+            f"{bundle.folder} has no slot for app {name!r}: its adapter is part of the graphs; "
+            f"export with slots: ssdevice export --slots --adapter {name}={folder} .."
         )
     weights = AdapterWeights.read(folder)
-    g = bundle.geometry
+    deepest = bundle.geometry.gamma
     if weights.settings is not None:
         weights.settings.base.check(bundle.manifest.model, f"adapter {folder}")
-        if (gamma := weights.settings.streams.gamma) < g.gamma:
+        gamma = weights.settings.streams.gamma
+        if gamma < deepest:
             raise InputError(
-                f"{folder} has γ = {gamma} streams, the draft tree of {bundle.folder} is {g.gamma} deep"
+                f"{folder} has γ = {gamma} streams, "
+                f"the draft tree of {bundle.folder} is {deepest} deep"
             )
     layout = read_layout(bundle.file(LAYOUT_ROLE))
-    if (variant := layout.variant(weights.variant.name)) is None:
-        graphs = f"graphs for {weights.variant.described}; it has those for "
-        graphs += "; ".join(variant.described for variant in layout.variants)
-        how = f"Export a bundle with this app among its own: ssdevice export --slots --adapter {name}={folder} .."
-        raise InputError(f"{bundle.folder} has no {graphs}. {how}")
-    return weights, variant, fill(weights, variant, g.gamma, layout.hidden)
+    variant = layout.variant(weights.variant.name)
+    if variant is None:
+        known = "; ".join(each.described for each in layout.variants)
+        raise InputError(
+            f"{bundle.folder} has no graphs for {weights.variant.described}; it has those for "
+            f"{known}. Export a bundle with this app among its own: "
+            f"ssdevice export --slots --adapter {name}={folder} .."
+        )
+    return weights, variant, fill(weights, variant, deepest, layout.hidden)

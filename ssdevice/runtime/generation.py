@@ -25,21 +25,24 @@ class Reason(StrEnum):
 
 
 def accepted_path(tree: Tree, drafts: Drafts, run: Sequence[int]) -> Ranks:
-    """The rank path of the accepted drafts in ``run``, a step's tokens: the deepest node whose
-    tokens begin ``run``.
+    """The rank path of the accepted drafts in ``run``, a step's tokens.
 
-    It is one shorter than the run, unless the run was truncated within accepted drafts.
+    It leads to the deepest node whose tokens begin the run. It is one shorter than the run, unless
+    the run was truncated within accepted drafts.
     """
-    within = [path for path in tree.paths if len(path) <= len(run)]
-    return max(
-        (path for path in within if all(drafts[i][rank] == run[i] for i, rank in enumerate(path))),
-        key=len,
-    )
+    accepted: Ranks = ()
+    for path in tree.paths:
+        if len(accepted) < len(path) <= len(run):
+            tokens = [drafts[depth][rank] for depth, rank in enumerate(path)]
+            if tokens == list(run[: len(path)]):
+                accepted = path
+    return accepted
 
 
 def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int]:
-    """The tree nodes whose rows decided a step's tokens, from the root on; ``drafts``: the step's
-    input.
+    """The tree nodes whose rows decided a step's tokens, from the root on.
+
+    ``drafts``: the step's input.
     """
     path = accepted_path(tree, drafts, tokens[:-1])
     return [tree.paths.index(path[:depth]) for depth in range(len(path) + 1)]
@@ -47,11 +50,11 @@ def emitted_nodes(tree: Tree, drafts: Drafts, tokens: Sequence[int]) -> list[int
 
 @dataclass
 class Run:
-    """What one target call added to an answer: its ``tokens``, and the ``text`` that can no longer
-    change.
+    """What one target call added to an answer.
 
-    ``reason``: why the answer ends here; None if it continues. ``drafts [γ, k]``: the verified
-    candidates; None for prefill and for plain decoding.
+    ``text``: the part of the answer's text that can no longer change since.
+    ``reason``: why the answer ends here; None if it continues.
+    ``drafts [γ, k]``: the verified candidates; None for prefill and for plain decoding.
     """
 
     tokens: tuple[int, ...]
@@ -64,14 +67,16 @@ class Run:
 class Generation:
     """An answer so far. Times are in seconds and exclude the caller's work between pieces.
 
-    ``tokens``: including a stop token; the first comes from prefill. ``accepted``: tokens of each
-    step after truncation, so ``sum(accepted) == len(tokens) - 1``. ``prefill_seconds``: until the
-    first token (TTFT). ``logprobs``: those of each token, if they were asked for. ``dropped``: the
-    oldest turns that the conversation lost, so that it fits the context. ``cached_tokens``: those
-    of the prompt that were not computed again. ``inexact``: typical acceptance may have changed the
-    tokens. ``alone``: tokens that no server verified, because it did not answer.
-    ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime. ``reason``: None
-    while it runs.
+    ``tokens``: including a stop token; the first comes from prefill.
+    ``accepted``: tokens of each step after truncation, so ``sum(accepted) == len(tokens) - 1``.
+    ``prefill_seconds``: until the first token (TTFT).
+    ``native_seconds``: the part of ``decode_seconds`` inside the target's runtime.
+    ``reason``: None while it runs.
+    ``logprobs``: those of each token, if they were asked for.
+    ``dropped``: the oldest turns that the conversation lost, so that it fits the context.
+    ``cached_tokens``: those of the prompt that were not computed again.
+    ``inexact``: typical acceptance may have changed the tokens.
+    ``alone``: tokens that no server verified, because it did not answer.
     """
 
     prompt_tokens: int
@@ -132,11 +137,10 @@ class Generation:
 
     @property
     def host_us_per_step(self) -> float:
-        """Microseconds of a step outside the target's runtime: the loop, the cache and the text. 0
-        without steps.
+        """Microseconds of a step outside the target's runtime: the loop, the cache and the text.
+
+        0 without steps.
         """
-        return (
-            (self.decode_seconds - self.native_seconds) / len(self.accepted) * 1e6
-            if self.accepted
-            else 0.0
-        )
+        if not self.accepted:
+            return 0.0
+        return (self.decode_seconds - self.native_seconds) / len(self.accepted) * 1e6

@@ -6,21 +6,20 @@ the better one is used. Drafts only affect the speed, never the answer.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ssdevice.runtime.conversation import Conversation
 from ssdevice.runtime.phrases import Phrases
 
 SHORTEST = 3
 LONGEST = 16
-"""Tokens that must have occurred before, and how many are compared to find the occurrence with the
-longest match.
-"""
+"""Tokens that must have occurred before, and how many are compared to find the longest match."""
 ALONE = 2
-"""The fewest without streams, which are right more often than so short a match; open text is 3 %
-faster with it.
+"""Tokens that must have occurred before where there are no streams, which are right more often than
+so short a match. Open text is 3 % faster with it.
 """
 CERTAIN = 8
-"""After a match of fewer tokens, a short step is enough if there is one; see docs/performance.md."""
+"""After a shorter match a short step is enough, if there is one; see docs/performance.md."""
 RECENT = 8
 """Occurrences that are compared, the last ones first."""
 START = -2
@@ -37,9 +36,16 @@ model's layer.
 NGram = tuple[int, ...]
 
 
+class Difference(NamedTuple):
+    """A draft of which lookup and the streams say different tokens."""
+
+    depth: int
+    looked_up: int
+    streamed: int
+
+
 class Lookup:
-    """An ``Advance`` (``ssdevice.runtime.loop``): a step with drafts that may repeat the text of
-    the conversation.
+    """An ``Advance`` (``ssdevice.runtime.loop``): a step whose drafts may repeat the text.
 
     ``lead``: how much more often lookup was right than the first candidate of a stream, where the
     two differed. Drafts are looked up while it is positive, and learned from in any case. It lasts
@@ -51,19 +57,15 @@ class Lookup:
     phrases: Phrases | None = None
 
     def __init__(self) -> None:
-        self._rest = 0
+        self._rest = 0  # steps without lookup from now on
         self._text: list[int] = []
         self._ends: dict[NGram, list[int]] = {}  # where so many tokens end and another follows
         self._indexed = 0  # tokens of the text whose tuples are in there
-        self._differing: tuple[int, int, int] | None = (
-            None  # the first such draft: its depth, lookup's, the stream's
-        )
-        self._matched = 0  # tokens of the first draft's match
+        self._differing: Difference | None = None  # the first one of the last draft
+        self._matched = 0  # tokens of the match for the first draft
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
-        """The tokens after ``last``, from a step; none, without a step, if a structure forbids the
-        draft.
-        """
+        """The tokens after ``last``, from a step; none if a structure forbids the draft."""
         if self._rest:
             self._rest -= 1
             return conversation.step(last) if conversation.hopeful() else ()
@@ -71,14 +73,20 @@ class Lookup:
         if not conversation.hopeful():
             return ()
         tokens = conversation.step(last)
-        if self._differing is not None and self._differing[0] < len(tokens):
-            depth, looked_up, streamed = self._differing
-            lead = self.lead + (looked_up == tokens[depth]) - (streamed == tokens[depth])
-            self.lead = min(MOST, lead)
-            if lead <= FAR:
-                self.lead = START
-                self._rest = REST
+        self._learn(tokens)
         return tokens
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Move the lead towards what was right where lookup and the streams differed."""
+        differing = self._differing
+        if differing is None or differing.depth >= len(tokens):
+            return
+        token = tokens[differing.depth]
+        lead = self.lead + (differing.looked_up == token) - (differing.streamed == token)
+        self.lead = min(MOST, lead)
+        if lead <= FAR:
+            self.lead = START
+            self._rest = REST
 
     def _draft(self, conversation: Conversation, last: int) -> None:
         """Replace drafts by those that repeat the text.
@@ -86,9 +94,8 @@ class Lookup:
         A replaced candidate becomes the next best.
         """
         text = conversation.text
-        if (
-            text is not self._text or self._indexed > conversation.length
-        ):  # a new prompt, or back in the text
+        # The text is another list after a prompt, and shorter after going back.
+        if text is not self._text or self._indexed > conversation.length:
             self._text = text
             self._indexed = 0
             self._ends.clear()
@@ -97,14 +104,15 @@ class Lookup:
             self._ends.setdefault(tuple(text[end - self.shortest : end]), []).append(end)
         self._indexed = len(text)
         self._differing = None
+        # Each draft is looked up after those before it, which the text has for the time being.
         for depth, candidates in enumerate(conversation.drafts.tolist()):
             best = candidates[0]
-            (found, matched) = self._next()
+            found, matched = self._next()
             if depth == 0:
                 self._matched = matched
             if found is not None and found != best:
                 if self._differing is None:
-                    self._differing = depth, found, best
+                    self._differing = Difference(depth, found, best)
                 if self.lead > 0:
                     conversation.propose(depth, found)
                     best = found
@@ -112,15 +120,15 @@ class Lookup:
         del text[conversation.length :]
 
     def _next(self) -> tuple[int | None, int]:
-        """The token that followed the longest match of the text's end, and that match's tokens; the
-        last occurrence wins a tie.
+        """The token that followed the longest match of the text's end, and that match's tokens.
 
-        Without a match a phrase's, if there is one, and 0.
+        The last occurrence wins a tie. Without a match: what a phrase says, if there is one, and 0.
         """
         text = self._text
         best = None
         longest = 0
-        for end in reversed(self._ends.get(tuple(text[-self.shortest :]), ())[-RECENT:]):
+        ends = self._ends.get(tuple(text[-self.shortest :]), ())
+        for end in reversed(ends[-RECENT:]):
             length = 0
             most = min(end, LONGEST)
             while length < most and text[end - 1 - length] == text[-1 - length]:
@@ -130,9 +138,9 @@ class Lookup:
                 longest = length
                 if length == LONGEST:
                     break
-        return self.phrases.after(
-            text
-        ) if best is None and self.phrases is not None else best, longest
+        if best is None and self.phrases is not None:
+            best = self.phrases.after(text)
+        return best, longest
 
 
 class LookupOnly(Lookup):
@@ -150,13 +158,11 @@ class LookupOnly(Lookup):
         self.phrases = phrases
 
     def __call__(self, conversation: Conversation, last: int) -> Sequence[int]:
-        """The tokens after ``last``, from a step; none, without a step, if there is no draft to
-        verify.
-        """
-        conversation.drafts[...] = (
-            0  # where the host chooses tokens they are those of the step before
-        )
+        """The tokens after ``last``, from a step; none if there is no draft to verify."""
+        # Where the host chooses tokens, the drafts are those of the step before.
+        conversation.drafts[...] = 0
         self._draft(conversation, last)
-        drafted = self._differing is not None and self._differing[0] == 0 and conversation.hopeful()
-        short = conversation.short > 0 and self._matched < CERTAIN
-        return conversation.step(last, short) if drafted or conversation.forced() else ()
+        drafted = self._differing is not None and self._differing.depth == 0
+        if (drafted and conversation.hopeful()) or conversation.forced():
+            return conversation.step(last, conversation.short > 0 and self._matched < CERTAIN)
+        return ()

@@ -21,8 +21,7 @@ def say_once(text: str) -> None:
 
 @contextmanager
 def native_silence() -> Iterator[None]:
-    """In this context nothing reaches stderr, where some C++ libraries log with no way to stop
-    them.
+    """In this context nothing reaches stderr, where some C++ libraries log unasked.
 
     They write to Python's stream, as bindings redirect them, or to the process's. For short calls
     only: it holds for all threads.

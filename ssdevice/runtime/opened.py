@@ -1,7 +1,7 @@
-"""An open bundle: the engine and the cache of the app in use, and of those that were used before."""
+"""An open bundle: its apps' engines and caches, and the conversation of the app in use."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,10 +15,11 @@ from ssdevice.bundle.integrity import read_bounded
 from ssdevice.errors import InputError
 from ssdevice.runtime import phrases
 from ssdevice.runtime.conversation import Conversation
-from ssdevice.runtime.engine import Engine, EngineOptions, open_engine
+from ssdevice.runtime.engine import Engine, EngineOptions, OpenEngine, open_engine
+from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.phrases import Phrases
 from ssdevice.runtime.saved import restore, save
-from ssdevice.text.messages import Chat
+from ssdevice.text.messages import WAITING, Chat, checked
 from ssdevice.text.tokenizer import TOKENIZER_ROLE, ChatTokenizer
 from ssdevice.text.tokenizer_limits import MAX_BYTES
 
@@ -36,12 +37,14 @@ class OpenBundle:
         self.tokenizer = tokenizer
         self.instruction = instruction
         self.app = ""
+        self.phrases: Phrases | None = None
         self._bundle: Bundle | None = None
         self._options = EngineOptions()
-        self._conversation = engine.new_conversation()
-        self.phrases: Phrases | None = None
+        self._opener: OpenEngine = open_engine
         self._apps: dict[str, Conversation] = {}  # those that the session has used
+        self._conversation = engine.new_conversation()
         self._chat = Chat()  # replaced by another whenever the conversation continues
+        self._running: Generation | None = None  # the answer that owns the cache
 
     @classmethod
     def open(
@@ -52,16 +55,22 @@ class OpenBundle:
         options: EngineOptions | None = None,
         threads: int | None = None,
         resume: str | Path | None = None,
+        opener: OpenEngine = open_engine,
     ) -> Self:
         """The session of a bundle.
 
-        ``app``: one of its apps (default: its default app). ``threads``: those of ``options``
-        (default: 0, for all cores). ``resume``: a file that ``save`` wrote. Raises BundleError for
-        a folder that is not a valid bundle, InputError for an unknown app, or a file of another
-        bundle or app.
+        ``app``: one of its apps (default: its default app).
+        ``threads``: those of ``options`` (default: 0, for all cores).
+        ``resume``: a file that ``save`` wrote.
+        ``opener``: opens the engines of apps; see ``ssdevice.runtime.split`` for another one.
+
+        Raises BundleError for a folder that is not a valid bundle, InputError for an unknown app,
+        or a file of another bundle or app.
         """
-        app = arguments.text("app", app) if app is not None else None
-        options = EngineOptions() if options is None else options
+        if app is not None:
+            arguments.text("app", app)
+        if options is None:
+            options = EngineOptions()
         if not isinstance(options, EngineOptions):
             raise InputError(f"options is {type(options).__name__}, expected EngineOptions")
         if threads is not None:
@@ -69,11 +78,12 @@ class OpenBundle:
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         found = opened.app(app)
         tokenizer = tokenizer_of(opened)
-        with _closed_on_error(open_engine(opened, app, options)) as engine:
+        with _closed_on_error(opener(opened, app, options)) as engine:
             session = cls(engine, tokenizer, found.instruction)
+            session.app = found.name
             session._bundle = opened
             session._options = options
-            session.app = found.name
+            session._opener = opener
             session._apps[found.name] = session._conversation
             if phrases.ROLE in opened.manifest.roles:
                 session.phrases = Phrases.read(opened.file(phrases.ROLE), opened.geometry.vocab)
@@ -90,8 +100,17 @@ class OpenBundle:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far, as ``chat`` takes it: without the app's instruction."""
+        """The conversation so far, as ``chat`` takes it: without the app's instruction.
+
+        May be set, also to a system message only: ``chat(prompt)`` then continues it. Raises
+        InputError for messages in another form or order, or in which the user does not speak next.
+        """
         return [dict(message) for message in self._chat.messages]
+
+    @messages.setter
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self._chat = Chat(checked(messages, WAITING))
+        self._running = None
 
     @property
     def streams(self) -> bool:
@@ -105,11 +124,9 @@ class OpenBundle:
         unknown app.
         """
         self._conversation = self._opened(app)
-        self.engine, self.app, self.instruction = (
-            self._conversation.engine,
-            app,
-            self.bundle.app(app).instruction,
-        )
+        self.engine = self._conversation.engine
+        self.app = app
+        self.instruction = self.bundle.app(app).instruction
         self.reset()
 
     def engine_of(self, app: str) -> Engine:
@@ -129,9 +146,8 @@ class OpenBundle:
         if self.engine.closed:
             raise InputError(f"app {app!r}: the session was closed")
         if app not in self._apps:
-            with _closed_on_error(
-                open_engine(self.bundle, self.bundle.app(app).name, self._options)
-            ) as engine:
+            known = self.bundle.app(app)
+            with _closed_on_error(self._opener(self.bundle, known.name, self._options)) as engine:
                 self._apps[app] = engine.new_conversation(self._conversation)
         return self._apps[app]
 
@@ -139,13 +155,13 @@ class OpenBundle:
         """Forget the conversation."""
         self._conversation.length = 0
         self._chat = Chat()
+        self._running = None
 
     def save(self, file: str | Path) -> None:
-        """Write the conversation and what the cache holds to a file, for ``Session.open(..,
-        resume=file)``.
+        """Write the conversation and what the cache holds to a file.
 
-        The file fits this bundle and app only. Raises InputError for targets that keep the cache
-        inside their graphs.
+        ``Session.open(.., resume=file)`` goes on with it. The file fits this bundle and app only.
+        Raises InputError for targets that keep the cache inside their graphs.
         """
         save(file, self.bundle, self.app, self._conversation, self._chat)
 
@@ -209,7 +225,10 @@ def in_worker(
         answer = await _done(session, partial(call, session, *args, **kwargs))
         assert isinstance(answer, Generator)
         try:
-            while (piece := await _done(session, partial(next, answer, None))) is not None:
+            while True:
+                piece = await _done(session, partial(next, answer, None))
+                if piece is None:
+                    break
                 yield piece
         finally:
             with suppress(RuntimeError):  # closed meanwhile

@@ -4,8 +4,9 @@ its own answers.
 The table has 2**n entries of 32 bits in little-endian order, each at the hash of a phrase: in the
 low bits the token that follows, plus one (0: no entry); above it bits of another hash, by which
 most other phrases are told apart. A wrong token costs a draft, never an answer.
-``ssdevice.export.phrases`` makes it; static n-grams beside those of the text are those of
-llama.cpp's ``lookup``.
+
+``ssdevice.export.phrases`` makes the table. llama.cpp's ``lookup`` has static n-grams beside those
+of the text, too.
 """
 
 from collections.abc import Sequence
@@ -32,13 +33,13 @@ Hash = TypeVar("Hash", int, NDArray[np.int64])
 
 def mixed(state: Hash, token: Hash) -> Hash:
     """The hash of a phrase, from its first token and the hash of those after it; 0 for none."""
-    state = (state ^ token) * 0x01000193 & MASK
-    return state ^ state >> 15
+    state = ((state ^ token) * 0x01000193) & MASK
+    return state ^ (state >> 15)
 
 
 def check_bits(state: int) -> int:
     """The other hash, in 32 bits."""
-    return state * 0x9E3779B1 & MASK
+    return (state * 0x9E3779B1) & MASK
 
 
 class Phrases:
@@ -54,7 +55,8 @@ class Phrases:
     def read(cls, file: Path, vocab: int) -> Self:
         """The table in a file. Raises BundleError."""
         data = read_bounded(file, 4 << LARGEST)
-        if len(data) < 4 or len(data) & len(data) - 1:
+        is_power_of_two = len(data) & (len(data) - 1) == 0
+        if len(data) < 4 or not is_power_of_two:
             raise BundleError(
                 f"{file}: {len(data)} bytes are no table of phrases, which has 4, 8, 16, .."
             )
@@ -67,8 +69,10 @@ class Phrases:
         bits = self._bits
         for length in range(1, min(MOST, len(text)) + 1):
             state = mixed(state, text[-length])
-            entry = self._entries[state & len(self._entries) - 1] if length >= FEWEST else 0
-            token = (entry & (1 << bits) - 1) - 1
+            if length < FEWEST:
+                continue
+            entry = self._entries[state & (len(self._entries) - 1)]
+            token = (entry & ((1 << bits) - 1)) - 1
             if 0 <= token < self.vocab and entry >> bits == check_bits(state) >> bits:
                 found = token
         return found

@@ -2,8 +2,6 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,11 +18,13 @@ from ssdevice.runtime.loop import (
     MODES,
     PLAIN_STEP,
     SPECULATIVE,
+    Advance,
     Cancelled,
     check_prompt,
     decode,
 )
 from ssdevice.runtime.opened import OpenBundle, in_worker
+from ssdevice.runtime.request import Request, Turn
 from ssdevice.runtime.sampling.choice import Chooser
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.structure import open_grammar
@@ -35,19 +35,6 @@ DEFAULT_MAX_TOKENS = 256
 LOST = (
     "this answer was ended by a newer one, by reset or by use: a session has one answer at a time"
 )
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A message of a conversation.
-
-    ``chat``: the conversation with it, after ``dropped`` turns were left out. ``before``: the one
-    that it continues; None if the message came with its whole conversation.
-    """
-
-    chat: Chat
-    before: Chat | None
-    dropped: int
 
 
 class Session(OpenBundle):
@@ -69,8 +56,7 @@ class Session(OpenBundle):
     ) -> None:
         super().__init__(engine, tokenizer, instruction)
         self._last: Generation | None = None
-        self._running: Generation | None = None  # the answer that owns the cache
-        # A step costs another time where the host chooses.
+        # By whether the host chooses: a step costs another time then.
         self._adaptive: WeakKeyDictionary[Conversation, dict[bool, Adaptive]] = WeakKeyDictionary()
 
     @property
@@ -79,11 +65,6 @@ class Session(OpenBundle):
         if self._last is None:
             raise InputError("nothing has been generated yet")
         return self._last
-
-    def reset(self) -> None:
-        """Forget the conversation."""
-        super().reset()
-        self._running = None
 
     def generate(
         self,
@@ -97,20 +78,19 @@ class Session(OpenBundle):
     ) -> Iterator[str]:
         """Pieces of the answer to a single prompt.
 
-        When it begins, the session forgets the conversation so far.
+        When it begins, the session forgets the conversation so far. What the prompt begins with and
+        the cache holds, such as the app's instruction, is not computed again.
 
-        What the prompt begins with and the cache holds, such as the app's instruction, is not
-        computed again. ``stop``: strings, also special tokens, that end the answer and are not part
-        of it. ``sampling``: None for greedy. ``speculate`` does not change the answer, except with
-        typical acceptance. Raises InputError for an empty prompt, ContextOverflowError for one that
-        does not fit.
+        ``stop``: strings, also special tokens, that end the answer and are not part of it.
+        ``speculate``: does not change the answer, except with typical acceptance.
+        ``sampling``: None for greedy.
+
+        Raises InputError for an empty prompt, ContextOverflowError for one that does not fit.
         """
         ids = self.prompt_ids(arguments.text("prompt", prompt), system=system)
-        return _pieces(
-            self.runs(
-                ids, max_tokens=max_tokens, stop=stop, mode=self.mode(speculate), sampling=sampling
-            )
-        )
+        mode = self.mode(speculate)
+        request = self._checked(ids, max_tokens, stop, mode, sampling)
+        return _pieces(self._runs(request))
 
     def chat(
         self,
@@ -126,27 +106,31 @@ class Session(OpenBundle):
         speculate: bool = True,
         sampling: Sampling | None = None,
     ) -> Iterator[str]:
-        """Pieces of the answer to the next message of a conversation, which lasts until ``reset``
-        or ``generate``.
+        """Pieces of the answer to the next message of a conversation.
 
-        ``prompt``: the user's next message. ``messages``: instead, a whole conversation in OpenAI's
-        form (roles system, user, assistant, tool), which the session then has. Only tokens after
-        what the cache holds are computed. ``system``: the system message. ``tools``: JSON schemas
-        of functions, ``template``: other arguments of the chat template; all three last as long as
-        the conversation. An app's instruction goes before each message of the user, also before
-        those in ``messages``. ``overflow``: ``"drop-oldest"`` forgets the oldest turns of a
-        conversation that does not fit, never the system message; ``last.dropped`` counts them.
+        The conversation lasts until ``reset`` or ``generate``. Only tokens after what the cache
+        holds are computed. An app's instruction goes before each message of the user.
+
+        ``prompt``: the user's next message.
+        ``messages``: instead, a whole conversation in OpenAI's form (roles system, user, assistant,
+        tool), which the session then has.
+        ``system``: the system message.
+        ``tools``: JSON schemas of functions.
+        ``template``: other arguments of the chat template. It, tools and the system message last as
+        long as the conversation.
+        ``overflow``: ``"drop-oldest"`` forgets the oldest turns of a conversation that does not
+        fit, never the system message; ``last.dropped`` counts them.
+
         Raises the errors of ``generate``, and InputError for messages in another form or order, or
         what the template does not read.
         """
         chat = requested(self._chat, prompt, messages, system, tools, template)
         ids, kept = fitting(chat, self._ids, self.engine.geometry.context, overflow, max_tokens)
-        turn = _Turn(
-            kept, self._chat if messages is None else None, len(chat.turns) - len(kept.turns)
-        )
-        return _pieces(
-            self._begin_later(ids, max_tokens, stop, self.mode(speculate), sampling, turn)
-        )
+        before = self._chat if messages is None else None
+        turn = Turn(kept, before, len(chat.turns) - len(kept.turns))
+        mode = self.mode(speculate)
+        request = self._checked(ids, max_tokens, stop, mode, sampling, turn)
+        return _pieces(self._runs(request))
 
     agenerate = in_worker(generate)
     achat = in_worker(chat)
@@ -160,8 +144,7 @@ class Session(OpenBundle):
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a prompt or a whole conversation in the chat format that this app was
-        trained with.
+        """The tokens of a prompt or a whole conversation in this app's chat format.
 
         Arguments and errors are those of ``chat``.
         """
@@ -171,12 +154,12 @@ class Session(OpenBundle):
         return self.tokenizer.chat_ids(chat, self.instruction, self.engine.geometry.context)
 
     def sampling(self, **asked: Any) -> Sampling:
-        """``Sampling`` as asked for, and in everything else as the model's
-        ``generation_config.json`` recommends.
+        """``Sampling`` as asked for, and in all else as the model recommends.
+
+        Models do so in ``generation_config.json``.
         """
-        return Sampling.sampled(
-            self._bundle.manifest.sampling if self._bundle is not None else None, **asked
-        )
+        recommended = self._bundle.manifest.sampling if self._bundle is not None else None
+        return Sampling.sampled(recommended, **asked)
 
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
@@ -193,92 +176,116 @@ class Session(OpenBundle):
         mode: str = SPECULATIVE,
         sampling: Sampling | None = None,
     ) -> Generator[Run, None, None]:
-        """``generate`` call by call, with tokens and drafts. ``mode``: ADAPTIVE or one of MODES."""
-        return self._begin_later(
-            arguments.wholes("prompt", prompt), max_tokens, stop, mode, sampling
-        )
+        """``generate`` call by call, with tokens and drafts.
 
-    def _begin_later(
+        ``prompt``: token ids. ``mode``: ADAPTIVE or one of MODES.
+        """
+        ids = arguments.wholes("prompt", prompt)
+        return self._runs(self._checked(ids, max_tokens, stop, mode, sampling))
+
+    def growing(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+        mode: str = SPECULATIVE,
+        sampling: Sampling | None = None,
+    ) -> Generator[Generation, None, None]:
+        """The answer so far, after each call; the last time it has a reason.
+
+        Arguments are those of ``runs``.
+        """
+        ids = arguments.wholes("prompt", prompt)
+        request = self._checked(ids, max_tokens, stop, mode, sampling)
+
+        def answers() -> Generator[Generation, None, None]:
+            with closing(self._runs(request)) as runs:
+                for _ in runs:
+                    yield request.answer
+            if request.answer.reason is Reason.CANCELLED:
+                yield request.answer
+
+        return answers()
+
+    def _checked(
         self,
         prompt: Sequence[int],
         max_tokens: int,
         stop: Sequence[str],
         mode: str,
         sampling: Sampling | None,
-        turn: _Turn | None = None,
-    ) -> Generator[Run, None, None]:
-        """Check a request without changing anything.
-
-        ``turn``: None starts a new conversation. When the answer begins, it takes the cache of the
-        app in use now; it goes on as long as it owns it.
-        """
-        max_tokens, stop = (
-            arguments.whole("max_tokens", max_tokens, 1),
-            arguments.texts("stop", stop),
-        )
+        turn: Turn | None = None,
+    ) -> Request:
+        """A request to the app in use. Nothing changes before its answer begins."""
+        max_tokens = arguments.whole("max_tokens", max_tokens, 1)
+        stop = arguments.texts("stop", stop)
         if mode not in (ADAPTIVE, *MODES):
             raise InputError(
                 f"no decoding mode {mode!r}; choose one of {', '.join((ADAPTIVE, *MODES))}"
             )
-        shared = self._conversation.shared(prompt) if turn else 0
+        shared = self._conversation.shared(prompt) if turn is not None else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
-        conversation = self._conversation
-        output = self.tokenizer.output(stop)
-        chooser = self._chooser(prompt, mode, sampling)
-        inexact = (
-            sampling is not None
-            and bool(sampling.typical_acceptance)
-            and mode in (SPECULATIVE, ADAPTIVE)
+        return Request(
+            conversation=self._conversation,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            mode=mode,
+            output=self.tokenizer.output(stop),
+            chooser=self._chooser(prompt, mode, sampling),
+            turn=turn,
+            answer=Generation(
+                len(prompt),
+                dropped=turn.dropped if turn is not None else 0,
+                inexact=_is_inexact(mode, sampling),
+            ),
         )
 
-        def runs() -> Generator[Run, None, None]:
-            before = turn.before if turn else None
-            if self._conversation is not conversation or (
-                before is not None and before is not self._chat
-            ):
-                raise InputError(LOST)
-            conversation.length = begun = conversation.shared(prompt)
-            if before is None:
-                self._chat = Chat()
-            answer = self._last = self._running = Generation(
-                len(prompt),
-                cached_tokens=begun,
-                dropped=turn.dropped if turn else 0,
-                inexact=inexact,
-            )
-            conversation.chosen_by(chooser)
-            conversation.cancelled = False
-            adaptive = self._adaptive_of(conversation) if mode == ADAPTIVE else None
-            steps = decode(
-                conversation, prompt[begun:], adaptive or MODES[mode], output.push, max_tokens
-            )
-            try:
-                while answer.reason is None and not conversation.cancelled:
-                    if self._running is not answer:
-                        raise InputError(LOST)
-                    clock = perf_counter()
-                    native = conversation.cache.native_seconds
-                    alone = conversation.cache.alone
-                    run = next(steps)
-                    drafted = adaptive.speculated if adaptive else mode == SPECULATIVE
-                    run.drafts = conversation.verified if drafted and answer.tokens else None
-                    if run.reason is not None and run.reason is not Reason.STOP:
-                        run.text += output.finish()
-                    answer.alone += conversation.cache.alone - alone
-                    answer.add(
-                        run, perf_counter() - clock, conversation.cache.native_seconds - native
-                    )
-                    if chooser is not None:
-                        answer.logprobs = chooser.logprobs[: len(answer.tokens)]
-                    yield run
-            except Cancelled:
-                return
-            finally:
-                answer.reason = answer.reason or Reason.CANCELLED
-                if turn and answer.tokens and self._running is answer:
-                    self._chat = turn.chat.then(ASSISTANT, answer.text)
+    def _runs(self, request: Request) -> Generator[Run, None, None]:
+        """The answer to a request, call by call, as long as it owns the cache."""
+        answer = request.answer
+        conversation = request.conversation
+        self._begin(request)
+        rest = request.prompt[answer.cached_tokens :]
+        advance = self._advance(request)
+        steps = decode(conversation, rest, advance, request.output.push, request.max_tokens)
+        try:
+            while answer.reason is None and not conversation.cancelled:
+                if self._running is not answer:
+                    raise InputError(LOST)
+                yield request.called(advance, steps)
+        except Cancelled:
+            return
+        finally:
+            self._end(request)
 
-        return runs()
+    def _begin(self, request: Request) -> None:
+        """Let an answer take the cache.
+
+        Raises InputError if the app or the conversation that it was asked of is another by now.
+        """
+        conversation = request.conversation
+        continued = request.turn.before if request.turn is not None else None
+        if self._conversation is not conversation:
+            raise InputError(LOST)
+        if continued is None:
+            self._chat = Chat()
+        elif continued is not self._chat:
+            raise InputError(LOST)
+        self._running = self._last = request.answer
+        request.answer.cached_tokens = conversation.shared(request.prompt)
+        conversation.length = request.answer.cached_tokens
+        conversation.cancelled = False
+        conversation.chosen_by(request.chooser)
+        conversation.cache.begin(request.answer)
+
+    def _end(self, request: Request) -> None:
+        """Give an answer its reason, and the conversation what it said."""
+        answer = request.answer
+        if answer.reason is None:
+            answer.reason = Reason.CANCELLED
+        if request.turn is not None and answer.tokens and self._running is answer:
+            self._chat = request.turn.chat.then(ASSISTANT, answer.text)
 
     def _chooser(
         self, prompt: Sequence[int], mode: str, sampling: Sampling | None
@@ -287,28 +294,37 @@ class Session(OpenBundle):
         if sampling is None or sampling.greedy:
             return None
         if VERIFY_PLAIN not in self.engine.functions:
-            how = "for sampling, structures and log-probabilities export it with --choose host"
             raise InputError(
-                f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; {how}"
+                f"{self.engine.source}: this bundle chooses tokens in its graph, greedily; for "
+                "sampling, structures and log-probabilities export it with --choose host"
             )
         if mode == PLAIN_STEP:
             raise InputError(
                 f"mode {mode!r} takes the graph's own tokens; with sampling choose 'plain'"
             )
         vocab = self.engine.geometry.vocab
-        grammar = (
-            open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
-        )
+        grammar = None
+        if sampling.structure:
+            grammar = open_grammar(sampling.structure, self.tokenizer, vocab)
         return Chooser(
             sampling, prompt, self.tokenizer.stop_ids, vocab, grammar, self.engine.kernels
         )
 
-    def _adaptive_of(self, conversation: Conversation) -> Adaptive:
-        known = self._adaptive.setdefault(conversation, {})
-        chosen = conversation.chooser is not None
-        if chosen not in known:
-            known[chosen] = Adaptive(Lookup() if self.streams else LookupOnly(self.phrases))
-        return known[chosen]
+    def _advance(self, request: Request) -> Advance:
+        if request.mode != ADAPTIVE:
+            return MODES[request.mode]
+        known = self._adaptive.setdefault(request.conversation, {})
+        chooses = request.chooser is not None
+        if chooses not in known:
+            known[chooses] = Adaptive(Lookup() if self.streams else LookupOnly(self.phrases))
+        return known[chooses]
+
+
+def _is_inexact(mode: str, sampling: Sampling | None) -> bool:
+    """Whether drafts may change the answer."""
+    if sampling is None or not sampling.typical_acceptance:
+        return False
+    return mode in (SPECULATIVE, ADAPTIVE)
 
 
 def _pieces(runs: Generator[Run, None, None]) -> Iterator[str]:

@@ -1,11 +1,14 @@
 """Drafting here and verifying on a server: a small model on the device, a large one behind
 ``ssdevice serve --verify``.
 
-The engine of the small model, as it looks from outside, emits the large model's greedy tokens while
-the server answers, and the small model's own while it does not. A request has four bytes for each
-token, three of its id and one of its place, and an answer three bytes (2410.03804, table 7: 4M and
-3A for a small model that needs no states of the large one; M: the root and its drafts, A: the
-tokens that the call emits).
+``SplitEngine`` wraps the engine of the small model. It emits the large model's greedy tokens while
+the server answers, and the small model's own while it does not::
+
+    Session.open("small.bundle", opener=VerifyAt("http://127.0.0.1:8000/v1", key).open_engine)
+
+A request has four bytes for each token, three of its id and one of its place, and an answer three
+bytes (2410.03804, table 7: 4M and 3A for a small model that needs no states of the large one; M:
+the root and its drafts, A: the tokens that the call emits).
 """
 
 import json
@@ -28,7 +31,8 @@ from ssdevice.bundle.folder import Bundle
 from ssdevice.config import load_strict
 from ssdevice.errors import InputError
 from ssdevice.rules import Ruled, within
-from ssdevice.runtime.engine import Cache, Engine, Inputs, Outputs
+from ssdevice.runtime.engine import Cache, Engine, EngineOptions, Inputs, Outputs, open_engine
+from ssdevice.runtime.generation import Generation
 from ssdevice.runtime.loop import plain, plain_step, prefill
 from ssdevice.text.tokenizer import TOKENIZER_ROLE
 from ssdevice.tree import Tree
@@ -38,8 +42,9 @@ VERIFIES = "verifies"
 HEALTH = "/health"
 OK = 200
 UNKNOWN_TEXT = 409
+"""The status of a request whose text, up to its position, the server does not hold."""
 PASSING = (408, 429)
-"""Statuses; the second one: the server does not hold the text before the position."""
+"""Statuses of refusals that do not last."""
 DRAFTED = 3
 PATIENCE_S = 2.0
 TOKEN_S = 0.05
@@ -52,9 +57,8 @@ MAX_CHUNK = 1 << 16
 
 def packed(text: Sequence[int], drafts: Sequence[int]) -> bytes:
     """Tokens of the text, and drafts after the last of them with their places 1, 2, .."""
-    return np.array(
-        [*text, *(token | place << 24 for place, token in enumerate(drafts, 1))], "<u4"
-    ).tobytes()
+    placed = [token | (place << 24) for place, token in enumerate(drafts, 1)]
+    return np.array([*text, *placed], "<u4").tobytes()
 
 
 def unpacked(content: bytes) -> tuple[list[int], list[int]]:
@@ -67,9 +71,10 @@ def unpacked(content: bytes) -> tuple[list[int], list[int]]:
     places = words >> 24
     ids = (words & 0xFFFFFF).tolist()
     drafts = int(np.count_nonzero(places))
-    if drafts == len(ids) or places[len(ids) - drafts :].tolist() != list(range(1, drafts + 1)):
+    end = len(ids) - drafts
+    if end == 0 or places[end:].tolist() != list(range(1, drafts + 1)):
         raise InputError("the places of tokens are 0 for text, and after it 1, 2, .. for drafts")
-    return ids[: len(ids) - drafts], ids[len(ids) - drafts :]
+    return ids[:end], ids[end:]
 
 
 def packed_answer(tokens: Sequence[int]) -> bytes:
@@ -87,8 +92,8 @@ class VerifyAt:
     """A server that verifies: its ``url``, as it prints it, and the ``key`` that it wants.
 
     ``drafts``: tokens that this device drafts for a call, fewer where the server takes fewer.
-    ``patience``: seconds until it is given up. ``tell``: is told when the device goes on alone, and
-    when the server is back.
+    ``patience``: seconds until it is given up.
+    ``tell``: is told when the device goes on alone, and when the server is back.
     """
 
     url: str
@@ -99,28 +104,47 @@ class VerifyAt:
 
     def __post_init__(self) -> None:
         arguments.whole("drafts", self.drafts, 1, 32)
-        parts = urlsplit(self.url)
-        try:
-            fits = (
-                parts.scheme in ("http", "https")
-                and parts.hostname
-                and (parts.port or 1)
-                and not parts.query
-            )
-        except ValueError:
-            fits = False
-        if not fits or parts.username is not None:
+        if not _is_address(self.url):
             raise InputError(
                 f"{self.url}: expected the address of a server, such as http://127.0.0.1:8000/v1"
             )
+
+    def open_engine(self, bundle: Bundle, app: str | None, options: EngineOptions) -> "SplitEngine":
+        """The engine of a bundle's app, verified at this server under the app's name.
+
+        Raises InputError for a server that does not verify, or has another tokenizer.
+        """
+        device = open_engine(bundle, app, options)
+        try:
+            name = bundle.app(app).name
+            return SplitEngine(device, Link(self, name, Limits.of(bundle).tokenizer))
+        except BaseException:
+            device.close()
+            raise
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:  # no number, or none of a port
+        return False
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and port != 0
+        and not parts.query
+        and parts.username is None
+    )
 
 
 @dataclass(frozen=True)
 class Limits(Ruled):
     """What ``/v1/models/NAME`` tells of a server that verifies.
 
-    ``drafts``: verified in a call at most; ``context``: tokens of a conversation; ``tokenizer``:
-    its sha256.
+    ``drafts``: verified in a call at most.
+    ``context``: tokens of a conversation.
+    ``tokenizer``: its sha256.
     """
 
     drafts: int = field(metadata=within(1, 32))
@@ -155,9 +179,8 @@ class Link:
         self._connect = partial(
             kind[parts.scheme], str(parts.hostname), parts.port, timeout=at.patience
         )
-        self._limits: Limits | None = (
-            None  # none before the server has answered, and while it is away
-        )
+        # None before the server has answered, and while it is away.
+        self._limits: Limits | None = None
         self._connection: HTTPConnection | None = None
         self.back = threading.Event()
         self._closed = threading.Event()
@@ -186,7 +209,8 @@ class Link:
 
         ``drafts`` are verified where it lacks only the last token.
         """
-        if (limits := self.limits()) is None:
+        limits = self.limits()
+        if limits is None:
             return None
         try:
             for at in (held, 0):
@@ -291,7 +315,8 @@ class Link:
             with closing(self._connect()) as connection, suppress(OSError, HTTPException):
                 connection.request("GET", HEALTH)
                 if connection.getresponse().status == OK:
-                    return self.back.set()
+                    self.back.set()
+                    return
 
 
 class SplitEngine(Engine):
@@ -303,26 +328,19 @@ class SplitEngine(Engine):
         limits = link.limits() or Limits(at.drafts, ours.context, link.tokenizer)
         context = min(ours.context, limits.context)
         drafts = min(at.drafts, limits.drafts)
-        tree = Tree.chain(drafts)
-        chunk = min(context, MAX_CHUNK)
         geometry = replace(
-            ours, gamma=drafts, k=1, tree=tree, context=context, chunk=chunk, hidden=0, short=0
+            ours,
+            gamma=drafts,
+            k=1,
+            tree=Tree.chain(drafts),
+            context=context,
+            chunk=min(context, MAX_CHUNK),
+            hidden=0,
+            short=0,
         )
         super().__init__(geometry, frozenset({contract.PREFILL, contract.STEP}), device.source)
         self.device = device
         self.link = link
-
-    @classmethod
-    def of(cls, device: Engine, bundle: Bundle, app: str | None, at: VerifyAt) -> Self:
-        """The engine of a bundle's app, verified at a server under the app's name.
-
-        Raises InputError.
-        """
-        try:
-            return cls(device, Link(at, bundle.app(app).name, Limits.of(bundle).tokenizer))
-        except BaseException:
-            device.close()
-            raise
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "SplitCache":
         return SplitCache(inputs, self)
@@ -336,8 +354,9 @@ class SplitEngine(Engine):
 
 
 class SplitCache(Cache):
-    """A conversation of the device, and that of the server under the name ``client``, both with the
-    text so far.
+    """A conversation of the device, and that of the server under the name ``client``.
+
+    Both have the text so far.
     """
 
     def __init__(self, inputs: Inputs, engine: SplitEngine) -> None:
@@ -347,33 +366,33 @@ class SplitCache(Cache):
         self.mine = engine.device.new_conversation()
         self.client = secrets.token_hex(16)
         self.advance = plain if contract.PLAIN in engine.device.functions else plain_step
-        # the text so far, and how many of its tokens the server holds
+        self.answer = Generation(0)
         self.text = list[int]()
-        self.held = 0
+        self.held = 0  # how many tokens of the text the server holds
+
+    def begin(self, answer: Generation) -> None:
+        self.answer = answer
 
     def call(self, function: str, length: int) -> Outputs:
-        inputs = self.inputs
         drafts = self.inputs[contract.DRAFTS]
-        step = function == contract.STEP
-        given = (
-            inputs[contract.ROOT]
-            if step
-            else inputs[contract.CHUNK][: inputs[contract.VALID].item()]
-        )
-        self.text[length:] = given.tolist()
+        guesses: Sequence[int] = ()
+        if function == contract.STEP:
+            self.text[length:] = self.inputs[contract.ROOT].tolist()
+            guesses = drafts[: self.geometry.context - len(self.text), 0].tolist()
+        else:
+            count = self.inputs[contract.VALID].item()
+            self.text[length:] = self.inputs[contract.CHUNK][:count].tolist()
         self.held = min(self.held, length)
-        guesses = drafts[: self.geometry.context - len(self.text), 0].tolist() if step else ()
         tokens = self.link.verify(self.client, self.text, self.held, guesses)
         after = np.zeros_like(drafts)
         if tokens is None:
-            self.alone += 1
+            self.answer.alone += 1
             tokens = self._following(self.text, 1)
         else:
             self.text += tokens[:-1]
             self.held = len(self.text)
-            own = self._following(
-                [*self.text, tokens[-1]], min(len(after), self.geometry.context - self.held)
-            )
+            room = min(len(after), self.geometry.context - self.held)
+            own = self._following([*self.text, tokens[-1]], room)
             after[: len(own), 0] = own
         self.native_seconds = self.mine.cache.native_seconds
         found = np.array(tokens, np.int32)

@@ -47,7 +47,8 @@ class RuntimeTarget(ABC):
         take no more apps.
         """
         raise InputError(
-            f"{bundle.folder} is a {self.name} bundle, which takes no more apps; export a bundle for each"
+            f"{bundle.folder} is a {self.name} bundle, which takes no more apps; "
+            "export a bundle for each"
         )
 
     def build_kernels(self) -> Path | None:

@@ -1,6 +1,6 @@
 """OpenAI's endpoints over one session."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
@@ -35,68 +35,87 @@ def application(
 ) -> Guard:
     """The server's application (ASGI).
 
-    ``waiting``: requests that may wait while one is decoded; ``devices``: how many may have their
-    drafts verified; ``hosts``, ``key``: see Guard.
+    ``waiting``: requests that may wait while one is decoded.
+    ``devices``: how many may have their drafts verified.
+    ``hosts``, ``key``: see Guard.
     """
-    verifying = Verifying(session, devices) if devices else None
     counts = metrics.Metrics()
-    decoder = Decoder(session, counts, waiting)
-    bundle = session.bundle
-    names = [app.name for app in bundle.manifest.apps]
-    created = int(bundle.folder.stat().st_mtime)
-    fingerprint = f"fp_{bundle.manifest.model.sha256[:12]}"
-
-    def known(name: str) -> dict[str, Any]:
-        if name not in names:
-            what = f"there is no model {name[:100]!r}; the bundle's apps are {', '.join(names)}"
-            raise Refusal(what, 404, code="model_not_found", param="model")
-        limits = {VERIFIES: asdict(verifying.limits)} if verifying else {}
-        return {"id": name, "object": "model", "created": created, "owned_by": "ssdevice", **limits}
-
-    async def health(_: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def counted(_: HttpRequest) -> Response:
-        return PlainTextResponse(counts.text(decoder.pending), media_type=metrics.TYPE)
-
-    async def models(_: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": list(map(known, names))})
-
-    async def model(http: HttpRequest) -> Response:
-        return JSONResponse(known(http.path_params["name"]))
-
-    def answering(
-        parse: Callable[[bytes], Request],
-    ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        async def answer(http: HttpRequest) -> Response:
-            request = parse(await content_of(http))
-            known(request.app)
-            return _Answer(
-                decoder.answers(request), Reply(request, session.tokenizer, fingerprint), http
-            )
-
-        return answer
-
-    async def verify(http: HttpRequest) -> Response:
-        if verifying is None:
-            raise Refusal("this server verifies no drafts; start it with --verify", 404)
-        given = http.path_params
-        content = await content_of(http)
-        known(given["name"])
-        call = partial(verifying.answer, given["name"], given["client"], given["at"], content)
-        return Response(await decoder.verified(call), media_type=BINARY)
-
+    verifying = Verifying(session, devices) if devices else None
+    answers = _Endpoints(session, Decoder(session, counts, waiting), verifying)
     routes = [
-        Route(HEALTH, health),
-        Route("/metrics", counted),
-        Route("/v1/models", models),
-        Route("/v1/models/{name}", model),
-        Route("/v1/chat/completions", answering(chat_request), methods=["POST"]),
-        Route("/v1/completions", answering(text_request), methods=["POST"]),
-        Route(VERIFY + "{name}/{client}/{at:int}", verify, methods=["POST"]),
+        Route(HEALTH, answers.health),
+        Route("/metrics", answers.metrics),
+        Route("/v1/models", answers.models),
+        Route("/v1/models/{name}", answers.model),
+        Route("/v1/chat/completions", answers.chat, methods=["POST"]),
+        Route("/v1/completions", answers.completion, methods=["POST"]),
+        Route(VERIFY + "{name}/{client}/{at:int}", answers.verified, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_error, SSDeviceError: _error}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), counts, hosts, key)
+
+
+class _Endpoints:
+    """What is answered at each path. ``verifying``: None for a server that verifies no drafts."""
+
+    def __init__(self, session: Session, decoder: Decoder, verifying: Verifying | None) -> None:
+        bundle = session.bundle
+        self.session = session
+        self.decoder = decoder
+        self.verifying = verifying
+        self.names = [app.name for app in bundle.manifest.apps]
+        self.created = int(bundle.folder.stat().st_mtime)
+        self.fingerprint = f"fp_{bundle.manifest.model.sha256[:12]}"
+
+    async def health(self, _: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        page = self.decoder.metrics.text(self.decoder.pending)
+        return PlainTextResponse(page, media_type=metrics.TYPE)
+
+    async def models(self, _: HttpRequest) -> Response:
+        found = [self._model(name) for name in self.names]
+        return JSONResponse({"object": "list", "data": found})
+
+    async def model(self, http: HttpRequest) -> Response:
+        return JSONResponse(self._model(http.path_params["name"]))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        return self._answer(http, chat_request(await content_of(http)))
+
+    async def completion(self, http: HttpRequest) -> Response:
+        return self._answer(http, text_request(await content_of(http)))
+
+    async def verified(self, http: HttpRequest) -> Response:
+        if self.verifying is None:
+            raise Refusal("this server verifies no drafts; start it with --verify", 404)
+        name = http.path_params["name"]
+        client = http.path_params["client"]
+        at = http.path_params["at"]
+        content = await content_of(http)
+        self._model(name)
+        call = partial(self.verifying.answer, name, client, at, content)
+        return Response(await self.decoder.verified(call), media_type=BINARY)
+
+    def _answer(self, http: HttpRequest, request: Request) -> Response:
+        self._model(request.app)
+        reply = Reply(request, self.session.tokenizer, self.fingerprint)
+        return _Answer(self.decoder.answers(request), reply, http)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        """OpenAI's object of an app. Raises Refusal for an unknown one."""
+        if name not in self.names:
+            raise Refusal(
+                f"there is no model {name[:100]!r}; the bundle's apps are {', '.join(self.names)}",
+                404,
+                code="model_not_found",
+                param="model",
+            )
+        found = {"id": name, "object": "model", "created": self.created, "owned_by": "ssdevice"}
+        if self.verifying is not None:
+            found[VERIFIES] = asdict(self.verifying.limits)
+        return found
 
 
 class _Answer(StreamingResponse):
@@ -117,7 +136,8 @@ class _Answer(StreamingResponse):
             try:
                 answer = self.first = await anext(self.answers)  # refusals come before a stream
                 if self.reply.request.stream:
-                    return await super().stream_response(send)
+                    await super().stream_response(send)
+                    return
                 async for each in self.answers:
                     answer = each
                 response = json_response(self.reply.whole(answer))

@@ -18,7 +18,6 @@ from ssdevice.serve.guard import Refusal
 from ssdevice.serve.metrics import Metrics
 from ssdevice.serve.request import Request
 
-NO_STYLE = "calls cannot be read in the form that this model's chat template gives them; tool_choice can force one"
 BETWEEN_S = 0.02
 """Between two pieces of a stream: sending each token by itself would take a tenth of the model's
 time on two cores.
@@ -61,10 +60,12 @@ class Decoder:
         """A turn. Raises Refusal if the queue is full, and for what goes wrong in the turn."""
         if self.pending > self.most:
             wait = max(1, math.ceil(self.pending * self.metrics.mean_seconds))
-            reason = f"{self.most} requests wait already; try again in {wait} s"
-            headers = {"Retry-After": str(wait)}
             raise Refusal(
-                reason, 429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers
+                f"{self.most} requests wait already; try again in {wait} s",
+                429,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(wait)},
             )
         self.pending += 1
         try:
@@ -79,47 +80,51 @@ class Decoder:
 @in_worker
 def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Generation]:
     """The answer as it grows, see ``Decoder.answers``."""
-    told = 0.0
     if request.app != session.app:
         session.use(request.app)
-    ids = _ids(session, request)
-    sampling = _sampling(session, request)
-    most = request.max_tokens or session.engine.geometry.context
-    mode = session.mode(speculate=True)
-    runs = session.runs(ids, max_tokens=most, stop=request.stop, mode=mode, sampling=sampling)
-    next(runs, None)
-    try:
-        with closing(runs):
-            while (answer := session.last).reason is None:
-                if not answer.tokens or monotonic() - told > BETWEEN_S:
+    answers = session.growing(
+        _ids(session, request),
+        max_tokens=request.max_tokens or session.engine.geometry.context,
+        stop=request.stop,
+        mode=session.mode(speculate=True),
+        sampling=_sampling(session, request),
+    )
+    told = 0.0
+    with closing(answers):
+        answer = next(answers)
+        try:
+            while answer.reason is None:
+                if monotonic() - told > BETWEEN_S:
                     yield answer
-                    told = monotonic() if answer.tokens else 0.0
-                next(runs, None)
-    finally:
-        metrics.count(answer)
+                    told = monotonic()
+                answer = next(answers)
+        finally:
+            metrics.count(answer)
     yield answer
 
 
 def _ids(session: Session, request: Request) -> list[int]:
-    context = session.engine.geometry.context
-    if request.messages is None:
-        given = request.prompt
-        return (
-            session.tokenizer.encode(given, context, special=True)
-            if isinstance(given, str)
-            else list(given)
+    """The prompt's tokens."""
+    if request.messages is not None:
+        return session.prompt_ids(
+            messages=request.messages, tools=request.tools, template=request.template
         )
-    return session.prompt_ids(
-        messages=request.messages, tools=request.tools, template=request.template
-    )
+    if isinstance(request.prompt, str):
+        context = session.engine.geometry.context
+        return session.tokenizer.encode(request.prompt, context, special=True)
+    return list(request.prompt)
 
 
 def _sampling(session: Session, request: Request) -> Sampling:
     asked = {**request.sampling, "logprobs": request.logprobs}
     tokenizer = session.tokenizer
     if request.tools:
-        if (style := request.style(tokenizer.chat.template)) is None:
-            raise InputError(NO_STYLE)
+        style = request.style(tokenizer.chat.template)
+        if style is None:
+            raise InputError(
+                "calls cannot be read in the form that this model's chat template gives them; "
+                "tool_choice can force one"
+            )
         if request.forced:
             asked["structure"] = call_structure(request.forced, style, tokenizer)
     return session.sampling(**asked) if request.samples else Sampling(**asked)

@@ -1,5 +1,6 @@
-"""What stands before an application: names, keys, sizes and times of requests, and what they are
-refused with.
+"""What requests must pass before an application gets them, and what they are refused with.
+
+Their names, keys, sizes and times are checked.
 """
 
 import asyncio
@@ -62,7 +63,8 @@ def event(value: Any) -> bytes:
 class Refusal(SSDeviceError):
     """A request that is not answered.
 
-    ``kind`` and ``code``: OpenAI's words; ``param``: the parameter at fault.
+    ``kind``, ``code``: OpenAI's words.
+    ``param``: the parameter at fault.
     """
 
     message: str
@@ -151,24 +153,22 @@ class Guard:
             raise Refusal(
                 f"this server only answers to names of this machine: use http://{LOOPBACK}", 421
             )
-        given = headers.get("authorization", "").encode()
-        if (
-            self.key is not None
-            and path != HEALTH
-            and not hmac.compare_digest(given, f"Bearer {self.key}".encode())
-        ):
-            scheme = {"WWW-Authenticate": "Bearer"}
+        if path != HEALTH and not self._bears_key(headers.get("authorization", "")):
             raise Refusal(
                 "a key is needed: Authorization: Bearer KEY",
                 401,
                 code="invalid_api_key",
-                headers=scheme,
+                headers={"WWW-Authenticate": "Bearer"},
             )
         kind = BINARY if path.startswith(VERIFY) else "application/json"
         if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
-            # Pages of other sites may post forms and plain text to this machine without being
-            # asked.
+            # Pages of other sites may post forms and plain text to this machine unasked.
             raise Refusal(f"the header Content-Type is to be {kind}", 415)
+
+    def _bears_key(self, authorization: str) -> bool:
+        if self.key is None:
+            return True
+        return hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode())
 
 
 async def content_of(http: Request) -> bytes:

@@ -34,35 +34,33 @@ class Metrics:
         self.statuses: Counter[int] = Counter()
 
     def count(self, answer: Generation) -> None:
-        self.sums = {name: self.sums[name] + value(answer) for name, (_, value) in COUNTERS.items()}
+        for name, (_, value) in COUNTERS.items():
+            self.sums[name] += value(answer)
 
     @property
     def mean_seconds(self) -> float:
-        return (self.sums["prefill_seconds"] + self.sums["decode_seconds"]) / max(
-            1, self.sums["answers"]
-        )
+        seconds = self.sums["prefill_seconds"] + self.sums["decode_seconds"]
+        return seconds / max(1, self.sums["answers"])
 
     def text(self, pending: int) -> str:
         """The page ``/metrics``; ``pending``: requests that wait or are decoded."""
         lines = []
         for name, (about, _) in COUNTERS.items():
             lines += _family(f"{name}_total", "counter", about, {"": self.sums[name]})
-        per_step = self.sums["stepped_tokens"] / max(1, self.sums["steps"])
-        lines += _family(
-            "tokens_per_step", "gauge", "Tokens that a call emitted on average.", {"": per_step}
-        )
-        lines += _family(
-            "pending_requests", "gauge", "Requests that wait or are decoded.", {"": pending}
-        )
-        by_status = {
-            f'{{status="{status}"}}': count for status, count in sorted(self.statuses.items())
-        }
-        return "\n".join(
-            [*lines, *_family("responses_total", "counter", "HTTP responses.", by_status), ""]
-        )
+        per_step = {"": self.sums["stepped_tokens"] / max(1, self.sums["steps"])}
+        about = "Tokens that a call emitted on average."
+        lines += _family("tokens_per_step", "gauge", about, per_step)
+        about = "Requests that wait or are decoded."
+        lines += _family("pending_requests", "gauge", about, {"": pending})
+        responses = {}
+        for status, count in sorted(self.statuses.items()):
+            responses[f'{{status="{status}"}}'] = count
+        lines += _family("responses_total", "counter", "HTTP responses.", responses)
+        return "\n".join([*lines, ""])
 
 
 def _family(name: str, kind: str, about: str, values: Mapping[str, float]) -> list[str]:
+    """The lines of a metric; ``values``: by label, which is empty for the only one."""
     name = f"ssdevice_{name}"
     rows = [f"{name}{label} {value:.10g}" for label, value in values.items()]
     return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *rows]

@@ -1,5 +1,5 @@
-"""What requests may call this machine, which is checked by every server here, and the socket that
-they come to.
+"""What requests may call this machine, which every server here checks, and the socket that they
+come to.
 """
 
 import errno
@@ -25,15 +25,10 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises InputError if it cannot have the address or the port (0: any free one).
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        return socket.create_server((host, port), family=family)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = (
-            "is taken; choose another (0: any free one)"
-            if taken
-            else f"on {host} cannot be used: {error.strerror}"
-        )
-        raise InputError(f"--port {port} {why}") from error
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(f"--port {port} is taken; choose another (0: any free one)") from error
+        raise InputError(f"--port {port} on {host} cannot be used: {error.strerror}") from error

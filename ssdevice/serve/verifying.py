@@ -1,5 +1,6 @@
-"""The server's side of ``ssdevice.runtime.split``: a conversation for each device, continued where
-its drafts agree.
+"""The server's side of ``ssdevice.runtime.split``: a conversation for each device.
+
+It continues where the device's drafts agree with the model.
 """
 
 from collections import OrderedDict
@@ -14,16 +15,17 @@ from ssdevice.serve.guard import Refusal
 
 
 class Verifying:
-    """The conversations of at most ``most`` devices; a further one takes the place of the one that
-    was idle longest.
+    """The conversations of at most ``most`` devices.
 
-    Raises InputError for a bundle without a step.
+    A further one takes the place of the one that was idle longest. Raises InputError for a bundle
+    without a step.
     """
 
     def __init__(self, session: Session, most: int) -> None:
         if STEP not in session.engine.functions:
             raise InputError(
-                f"--verify: {session.bundle.folder} has no {STEP} that verifies drafts; see export --tree"
+                f"--verify: {session.bundle.folder} has no {STEP} that verifies drafts; "
+                "see export --tree"
             )
         self.session = session
         self.most = most
@@ -45,10 +47,11 @@ class Verifying:
         engine = self.session.engine_of(app)
         conversation = self._held.get((app, client))
         step = at > 0 and len(text) == 1
-        if len(drafts) > (self.limits.drafts if step else 0):
-            most = f"{self.limits.drafts}, after one token that follows a text"
+        most = self.limits.drafts if step else 0
+        if len(drafts) > most:
             raise InputError(
-                f"{len(drafts)} drafts after {len(text)} tokens at {at}, expected at most {most}"
+                f"{len(drafts)} drafts after {len(text)} tokens at {at}, expected at most "
+                f"{self.limits.drafts}, after one token that follows a text"
             )
         check_prompt(engine.geometry, text, at)
         if drafts and max(drafts) >= engine.geometry.vocab:

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from ssdevice.cli import main
 from ssdevice.errors import InputError
-from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.session import Session
 from ssdevice.runtime.split import (
     BINARY,
@@ -62,9 +61,7 @@ def port() -> Iterator[int]:
 def device(port: int, **more: Any) -> Iterator[Session]:
     """A session of the same model in INT8, which drafts for the server at a port."""
     at = VerifyAt(f"http://{LOOPBACK}:{port}/v1", **{"key": KEY, **more})
-    with Session.open(
-        tiny_bundle("int8"), options=EngineOptions(threads=1, verify_at=at)
-    ) as session:
+    with Session.open(tiny_bundle("int8"), threads=1, opener=at.open_engine) as session:
         session.tokenizer = tokenizer()
         yield session
 

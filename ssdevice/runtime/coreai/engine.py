@@ -113,7 +113,8 @@ def check_program(asset: Path) -> None:
         raise BundleError(f"{asset}: not an asset of Core AI ({error.strerror})") from error
     if found != expected:
         raise BundleError(
-            f"{asset / PROGRAM} is damaged: its sha256 is not that in {DIGEST}; export the bundle again"
+            f"{asset / PROGRAM} is damaged: its sha256 is not that in {DIGEST}; "
+            "export the bundle again"
         )
 
 
@@ -134,8 +135,7 @@ class CoreAIEngine(Engine):
     def __init__(self, asset: Path, geometry: Geometry, names: Mapping[str, str]) -> None:
         super().__init__(geometry, frozenset(names), asset)
         self.names = dict(names)
-        specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
-        self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
+        self.specs = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)
         self.asset = OpenAsset(asset)
 
     @classmethod
@@ -170,7 +170,8 @@ class CoreAICache(Cache):
         self.state = {name: CoreAIArray(np.zeros(shape, CACHE_DTYPE)) for name in (KEYS, VALUES)}
 
     def call(self, function: str, length: int) -> Outputs:
-        integers = {name: CoreAIArray(self.inputs[name]) for name in self.engine.integers[function]}
+        given = self.engine.specs[function].inputs
+        integers = {tensor.name: CoreAIArray(self.inputs[tensor.name]) for tensor in given}
         clock = perf_counter()
         outputs = self.engine.asset.call(self.engine.names[function], integers, self.state)
         self.native_seconds += perf_counter() - clock

@@ -45,7 +45,10 @@ MODEL = "model"
 SETTINGS = "settings"
 SPECIFICATION = 9
 """First version of the model file that supports states: iOS 18 and macOS 15."""
-SLOW = "ssdevice: Core ML runs only on Apple's systems; here its operations run in NumPy one by one, slowly"
+SLOW = (
+    "ssdevice: Core ML runs only on Apple's systems; here its operations run in NumPy one by one, "
+    "slowly"
+)
 
 
 class AppleProgram:
@@ -77,11 +80,10 @@ class AppleProgram:
     def run(self, function: str, inputs: Inputs, state: Any) -> Outputs:
         """Outputs of one call by name. Updates the state."""
         outputs: dict[str, NDArray[Any]] = self._model(function).predict(dict(inputs), state=state)
-        # A converter may widen integers.
-        return {
-            n: array if n in (LOGITS, STATES) else array.astype(np.int32)
-            for n, array in outputs.items()
-        }
+        for name, array in outputs.items():
+            if name not in (LOGITS, STATES):  # a converter may widen integers
+                outputs[name] = array.astype(np.int32)
+        return outputs
 
     def _model(self, function: str) -> Any:
         if function not in self._models:
@@ -105,8 +107,7 @@ class CoreMLEngine(Engine):
         super().__init__(geometry, frozenset(names), program.path)
         self.names = dict(names)
         self.program: Program | None = program
-        specs = contract.functions(geometry, CacheForm.INTERNAL, "")
-        self.integers = {name: [tensor.name for tensor in specs[name].inputs] for name in names}
+        self.specs = contract.functions(geometry, CacheForm.INTERNAL, "")
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "CoreMLCache":
         return CoreMLCache(self, inputs)
@@ -121,16 +122,16 @@ class CoreMLCache(Cache):
     def __init__(self, engine: CoreMLEngine, inputs: Inputs) -> None:
         super().__init__(inputs)
         self.engine = engine
-        self._integers = {
-            name: {key: inputs[key] for key in keys} for name, keys in engine.integers.items()
-        }
+        self._integers: dict[str, dict[str, NDArray[np.int32]]] = {}
+        for name in engine.names:
+            given = engine.specs[name].inputs
+            self._integers[name] = {tensor.name: inputs[tensor.name] for tensor in given}
         self._state: Any = None
 
     @property
     def program(self) -> Program:
-        assert (
-            self.engine.program is not None
-        )  # a conversation refuses calls once its engine is closed
+        # A conversation refuses calls once its engine is closed.
+        assert self.engine.program is not None
         return self.engine.program
 
     @property
@@ -177,9 +178,11 @@ def check_package(
     ``functions``: their specs in the manifest; ``names``: their names in the package.
     """
     if package.specification_version < SPECIFICATION:
-        own = f"model files of version {package.specification_version} have no states"
-        needed = f"{SPECIFICATION} (iOS 18) is needed; export again"
-        raise BundleError(f"{package.path}: its deployment target is too old: {own}, {needed}")
+        raise BundleError(
+            f"{package.path}: its deployment target is too old: model files of version "
+            f"{package.specification_version} have no states, {SPECIFICATION} (iOS 18) is needed; "
+            "export again"
+        )
     for name, function in names.items():
         expected = functions[name]
         found = package.spec(function)
@@ -190,8 +193,8 @@ def check_package(
                 wanted -= {tensor for tensor in wanted - given if tensor.name == NEXT_DRAFTS}
             if wanted != given:
                 odd = min(wanted ^ given, key=lambda tensor: (tensor.name, tensor in wanted))
-                what = f"{'lacks' if odd in wanted else 'has another'} {kind[:-1]} {odd.name!r}"
-                what += (
-                    f" ({odd.dtype} {list(odd.shape)}); package and manifest do not belong together"
+                differs = "lacks" if odd in wanted else "has another"
+                raise BundleError(
+                    f"{package.path}: function {function!r} {differs} {kind[:-1]} {odd.name!r} "
+                    f"({odd.dtype} {list(odd.shape)}); package and manifest do not belong together"
                 )
-                raise BundleError(f"{package.path}: function {function!r} {what}")

@@ -27,14 +27,15 @@ class CoreMLTarget(RuntimeTarget):
 
         # The bundle does not contain the apps' adapters, so the user must name their folders again.
         manifest = bundle.manifest
-        apps = " ".join(
-            f"--adapter {app.name}=DIR" for app in manifest.apps if app.kind is not AdapterKind.BASE
+        given = [app.name for app in manifest.apps if app.kind is not AdapterKind.BASE]
+        adapters = [f"--adapter {app}=DIR" for app in given]
+        adapters.append(f"--adapter {name}={folder}")
+        raise InputError(
+            f"{bundle.folder} is a {self.name} bundle, whose apps are functions of one package, "
+            f"made together; export it again with app {name!r} among them: ssdevice export "
+            f"--model BASE --target {self.name} --quant {manifest.precision} "
+            f"{' '.join(adapters)} --out {bundle.folder} --overwrite"
         )
-        what = f"{bundle.folder} is a {self.name} bundle, whose apps are functions of one package, made together"
-        form = f"--target {self.name} --quant {manifest.precision}"
-        adapters = f"{apps}{' ' if apps else ''}--adapter {name}={folder}"
-        how = f"ssdevice export --model BASE {form} {adapters} --out {bundle.folder} --overwrite"
-        raise InputError(f"{what}; export it again with app {name!r} among them: {how}")
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         from ssdevice.mil.audit import audit

@@ -17,16 +17,24 @@ from typing import Any
 from ssdevice.runtime.executorch import file as program
 from ssdevice.runtime.executorch.file import DELEGATE, KERNEL, Data, Table, read_program, segment
 
-NULL, INT, BOOL, DOUBLE, TENSOR, STRING, INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL_TENSORS = range(
-    1, 12
-)
+NULL = 1
+INT = 2
+BOOL = 3
+DOUBLE = 4
+TENSOR = 5
+STRING = 6
+INTS = 7
+DOUBLES = 8
+BOOLS = 9
+TENSORS = 10
+OPTIONAL_TENSORS = 11
 """Members of the union KernelTypes, see ``schema/program.fbs``."""
 ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2}
 """ExecuTorch's ScalarType -> bytes of an element, for the types that its kernels take."""
 MAX_BYTES = 1 << 40
 PADDING = 1 << 16
-"""Bytes that a method's memory may have beyond its tensors: the planner of ExecuTorch aligns it and
-adds a little.
+"""Bytes that a method's memory may have beyond its tensors: ExecuTorch's planner aligns it and adds
+a little.
 """
 MAX_DIMENSIONS = 6
 """XNNPACK's limit."""
@@ -83,7 +91,8 @@ class _Plan:
             call = instruction.table(1)
             if kind not in (KERNEL, DELEGATE):
                 raise ValueError(
-                    f"{self.plan.text(0)}: an instruction of kind {kind}, which programs of ssdevice lack"
+                    f"{self.plan.text(0)}: an instruction of kind {kind}, "
+                    "which programs of ssdevice lack"
                 )
             arguments = call.integers(1)
             _within(f"{self.plan.text(0)}: an argument", arguments, len(kinds))
@@ -109,15 +118,16 @@ class _Plan:
         places = [tensor.integer(3) for tensor in tensors.values()]
         _within("a constant of XNNPACK", places, max(len(graph.constants), 1))
         names = [*graph.root.integers(4, "I"), *graph.root.integers(5, "I")]
-        if missing := set(names) - set(tensors):
+        missing = set(names) - set(tensors)
+        if missing:
             raise ValueError(
-                f"a graph of XNNPACK takes or gives the value {min(missing)}, which it does not have"
+                f"a graph of XNNPACK takes or gives the value {min(missing)}, "
+                "which it does not have"
             )
         return [tensors[name] for name in names]
 
     def _delegated(self, outer: Sequence[Table], arguments: Sequence[Table]) -> None:
-        """Raise ValueError for a call of a graph of XNNPACK with fewer or other tensors than it
-        takes and gives.
+        """Raise ValueError for a call of a graph of XNNPACK with other tensors than it declares.
 
         XNNPACK writes its results before ExecuTorch compares their sizes.
         """
@@ -154,11 +164,9 @@ class _Plan:
                 raise ValueError(f"{what} lists a value that is no number")
         elif kind in (TENSORS, OPTIONAL_TENSORS):
             items = [item for item in value.integers(0) if item != -1 or kind == TENSORS]
+            possible = (TENSOR,) if kind == TENSORS else (TENSOR, NULL)
             _within(what, items, len(kinds))
-            if any(
-                kinds[item] != TENSOR and (kind, kinds[item]) != (OPTIONAL_TENSORS, NULL)
-                for item in items
-            ):
+            if any(kinds[item] not in possible for item in items):
                 raise ValueError(f"{what} lists a value that is no tensor")
 
     def _tensor(self, what: str, tensor: Table) -> None:
@@ -168,14 +176,17 @@ class _Plan:
             raise ValueError(f"{what} has sizes {str(sizes)[:60]} in order {str(order)[:60]}")
         if tensor.byte(0) not in ITEM_BYTES:
             raise ValueError(f"{what} has elements of type {tensor.byte(0)}")
-        if (size := prod(sizes) * ITEM_BYTES[tensor.byte(0)]) > MAX_BYTES:
+        size = prod(sizes) * ITEM_BYTES[tensor.byte(0)]
+        if size > MAX_BYTES:
             raise ValueError(f"{what} has {size} bytes")
-        if (room := self._room(tensor)) is not None and size > room:
+        room = self._room(tensor)
+        if room is not None and size > room:
             raise ValueError(f"{what} has {size} bytes, in its place are {max(room, 0)}")
 
     def _room(self, tensor: Table) -> int | None:
-        """Bytes from a tensor's first to the end of its buffer or segment; None for one without a
-        place.
+        """Bytes from a tensor's first to the end of its buffer or segment.
+
+        None for a tensor without a place.
         """
         buffer = tensor.integer(5)
         if tensor.has(6):
@@ -194,19 +205,19 @@ class _Plan:
 
 
 def _check_memory(plans: Sequence[_Plan]) -> None:
-    """Raise ValueError for a method with more memory than tensors take: ExecuTorch allocates what
-    is asked for.
+    """Raise ValueError for a method with more memory than tensors take.
 
-    Methods that share a cache all have memory for the whole of it, so the tensors of all methods
-    count.
+    ExecuTorch allocates what is asked for. Methods that share a cache all have memory for the whole
+    of it, so the tensors of all methods count.
     """
     ends = Counter[int]()
-    for entry in (entry for plan in plans for entry in plan.plan.tables(2)):
-        if entry.byte(0) == TENSOR and entry.table(1).has(6):
-            tensor = entry.table(1)
-            where = entry.table(1).table(6)
-            end = _offset(where) + prod(tensor.integers(2)) * ITEM_BYTES[tensor.byte(0)]
-            ends[where.integer(0)] = max(ends[where.integer(0)], end)
+    for plan in plans:
+        for entry in plan.plan.tables(2):
+            if entry.byte(0) == TENSOR and entry.table(1).has(6):
+                tensor = entry.table(1)
+                where = tensor.table(6)
+                end = _offset(where) + prod(tensor.integers(2)) * ITEM_BYTES[tensor.byte(0)]
+                ends[where.integer(0)] = max(ends[where.integer(0)], end)
     taken = sum(ends.values())
     for plan in plans:
         sizes = plan.plan.integers(8, "q")
@@ -228,8 +239,9 @@ def _within(what: str, numbers: Sequence[int], count: int) -> None:
 
 
 def _check_call(operator: tuple[str, str], kinds: Sequence[int]) -> None:
-    """Raise ValueError for a call of a kernel with other kinds of values than its operator takes."""
-    if (expected := _arguments(*operator)) is None:
+    """Raise ValueError for a call of a kernel with values that its operator does not take."""
+    expected = _arguments(*operator)
+    if expected is None:
         return
     if len(kinds) != len(expected):
         raise ValueError(f"{operator[0]} takes {len(expected)} values, a call has {len(kinds)}")
@@ -241,19 +253,22 @@ def _check_call(operator: tuple[str, str], kinds: Sequence[int]) -> None:
 
 
 def _check_ranks(operator: str, arguments: Sequence[Table]) -> None:
-    """Raise ValueError for rows with other dimensions than the cache that they are written to: the
-    kernel aborts.
+    """Raise ValueError for rows with other dimensions than the cache that they are written to.
+
+    The kernel would abort.
     """
     if operator == "aten::index_put_":
-        cache, rows = (len(arguments[number].table(1).integers(2)) for number in (0, 2))
+        cache = len(arguments[0].table(1).integers(2))
+        rows = len(arguments[2].table(1).integers(2))
         if rows != cache:
             raise ValueError(f"{operator} writes a tensor of {rows} dimensions into one of {cache}")
 
 
 @cache
 def _arguments(name: str, overload: str) -> list[set[int]] | None:
-    """The kinds that arguments and results of an operator may have; None for an operator that torch
-    does not know.
+    """The kinds that arguments and results of an operator may have.
+
+    None for an operator that torch does not know.
     """
     torch: Any = importlib.import_module("torch")
     try:
@@ -262,17 +277,14 @@ def _arguments(name: str, overload: str) -> list[set[int]] | None:
         raise ValueError(f"an operator called {name[:60]!r}") from error
     for schema in known:
         if schema.overload_name == overload:
-            # An operator that fills a list returns nothing; ExecuTorch lists what it fills once
-            # more.
+            # An operator that fills a list returns nothing; ExecuTorch lists the list once more.
             results = schema.returns or [value for value in schema.arguments if value.is_out]
             return [set(_kinds(value.type)) for value in (*schema.arguments, *results)]
     return None
 
 
 def _kinds(kind: Any) -> Iterator[int]:
-    """The kinds of values for a type of TorchScript; none for a type that this module does not
-    know.
-    """
+    """The kinds of values for a type of TorchScript; none for an unknown type."""
     if kind.kind() == "OptionalType":
         yield NULL
         yield from _kinds(kind.getElementType())

@@ -36,7 +36,10 @@ from ssdevice.runtime.executorch.file import (
 )
 from ssdevice.runtime.notice import say_once
 
-SLOW = "ssdevice: Core ML delegates run only on Apple's systems; here their operations run in NumPy one by one, slowly"
+SLOW = (
+    "ssdevice: Core ML delegates run only on Apple's systems; here their operations run in NumPy "
+    "one by one, slowly"
+)
 WRITE = "aten::index_put_"
 REFERENCE = b"CMJR"
 """Prefix of the data of a delegate that refers to a shared package."""
@@ -54,11 +57,14 @@ Form = tuple[tuple[int, ...], type[np.generic]]
 
 @dataclass(frozen=True)
 class Method:
-    """A call of ``function``, then writes ``state[:, at] = rows``, in place; integers number the
-    method's values.
+    """A call of ``function``, then writes ``state[:, at] = rows``, in place.
 
-    ``inputs``, ``outputs``: the method's. ``given``, ``made``: the function's. ``writes``: (state,
-    at, rows). ``states``: the names of tensors that outlive a call, with shape and type.
+    Integers number the method's values.
+
+    ``inputs``, ``outputs``: the method's.
+    ``given``, ``made``: the function's.
+    ``writes``: (state, at, rows).
+    ``states``: the names of tensors that outlive a call, with shape and type.
     """
 
     inputs: tuple[int, ...]
@@ -71,8 +77,9 @@ class Method:
 
 
 class InterpretedProgram:
-    """A program with Core ML delegates; it has the part of ``executorch.runtime.Program`` that
-    LoadedProgram uses.
+    """A program with Core ML delegates.
+
+    It has the part of ``executorch.runtime.Program`` that LoadedProgram uses.
 
     ``program``: ExecuTorch's own object for the same file, which knows shapes and runs methods
     without delegates. Raises the errors of ``open_delegates``.
@@ -83,10 +90,10 @@ class InterpretedProgram:
         self._program = program
         self.method_names: set[str] = program.method_names
         self._methods, self.interpreter = open_delegates(file)
-        forms = {
-            name: form for method in self._methods.values() for name, form in method.states.values()
-        }
-        self.states = {name: np.zeros(*form) for name, form in forms.items()}
+        self.states: dict[str, Array] = {}
+        for method in self._methods.values():
+            for state, form in method.states.values():
+                self.states[state] = np.zeros(*form)
 
     def load_method(self, name: str) -> Any:
         """A method, with the attribute ``_method`` of ExecuTorch's class."""
@@ -143,11 +150,10 @@ class InterpretedMethod:
 
 
 def open_delegates(file: Path) -> tuple[dict[str, Method], Interpreter]:
-    """The methods with Core ML delegates by name, and their package, whose files live as long as it
-    does.
+    """The methods with Core ML delegates by name, and the interpreter of their package.
 
-    Raises BundleError for a damaged program, and one whose methods do anything else than ``Method``
-    says.
+    The package's files live as long as the interpreter does. Raises BundleError for a damaged
+    program, and for one whose methods do anything else than ``Method`` says.
     """
     folder = Path(tempfile.mkdtemp(prefix="ssdevice-"))
     try:
@@ -173,9 +179,9 @@ class _Reader:
         self.names: dict[str, tuple[list[str], list[str]]] = {}
 
     def read(self) -> tuple[dict[str, Method], Package]:
-        return {
-            plan.text(0): self._method(plan) for plan in self.root.tables(1) if is_coreml(plan)
-        }, self.package
+        plans = [plan for plan in self.root.tables(1) if is_coreml(plan)]
+        methods = {plan.text(0): self._method(plan) for plan in plans}
+        return methods, self.package
 
     def _method(self, plan: Table) -> Method:
         entries = list(plan.tables(2))
@@ -185,7 +191,8 @@ class _Reader:
         }
 
         def tensors(places: Sequence[int]) -> tuple[int, ...]:
-            if strange := set(places) - values.keys():
+            strange = set(places) - values.keys()
+            if strange:
                 raise ValueError(f"{name} uses value {min(strange)}, which is no tensor")
             return tuple(places)
 
@@ -202,13 +209,13 @@ class _Reader:
             elif kind == KERNEL and operators[called.integer(0)] == WRITE and call is not None:
                 state, at, rows = tensors(_written(entries, arguments))
                 writes.append((state, at, rows))
+            elif kind == KERNEL:
+                operator = operators[called.integer(0)]
+                raise ValueError(f"{name} calls {operator} outside its delegates")
             else:
-                what = (
-                    operators[called.integer(0)]
-                    if kind == KERNEL
-                    else f"an instruction of kind {kind}"
+                raise ValueError(
+                    f"{name} calls an instruction of kind {kind} outside its delegates"
                 )
-                raise ValueError(f"{name} calls {what} outside its delegates")
         if call is None:
             raise ValueError(f"{name} does not call its delegate")
         states = {
@@ -236,22 +243,23 @@ class _Reader:
         self._unpack(key)
         inputs, outputs = self.names[function]
         spec = self.package.spec(function)
-        own = {
-            tensor.name: (tensor.shape, tensor.dtype) for tensor in (*spec.inputs, *spec.outputs)
-        }
+        tensors = (*spec.inputs, *spec.outputs)
+        own = {tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}
         calls = []
         for name, (place, value) in zip((*inputs, *outputs), arguments, strict=True):
             shape, dtype = _form(value)
             if own.get(name) != (shape, np.dtype(dtype).name):
                 raise ValueError(
-                    f"{function}: a call has {name!r} as {shape} {dtype}, the package as {own.get(name)}"
+                    f"{function}: a call has {name!r} as {shape} {dtype}, "
+                    f"the package as {own.get(name)}"
                 )
             calls.append((name, place))
         return function, tuple(calls[: len(inputs)]), tuple(calls[len(inputs) :])
 
     def _unpack(self, key: str) -> None:
-        """Write the folder in a segment, which holds its files, then a JSON directory in reverse
-        byte order.
+        """Write the folder in a segment.
+
+        The segment holds the folder's files, then a directory in JSON, in reverse byte order.
         """
         if key == self.key:
             return
@@ -270,8 +278,10 @@ class _Reader:
 
 
 def _write_folder(nodes: Sequence[Any], blob: bytes, folder: Path) -> None:
-    """Write a flattened folder: ``nodes``, the last of which is the folder itself, and the bytes of
-    its files.
+    """Write a flattened folder.
+
+    ``nodes``: its entries, the last of which is the folder itself.
+    ``blob``: the bytes of its files.
 
     Each node is written once, and all files together are no larger than the blob.
     """
@@ -298,7 +308,8 @@ def _write_folder(nodes: Sequence[Any], blob: bytes, folder: Path) -> None:
 
 
 def _form(tensor: Table) -> Form:
-    if (scalar := tensor.byte(0)) not in SCALARS:
+    scalar = tensor.byte(0)
+    if scalar not in SCALARS:
         raise ValueError(f"a tensor of scalar type {scalar}")
     return tuple(tensor.integers(2)), SCALARS[scalar]
 

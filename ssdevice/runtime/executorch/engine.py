@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -51,13 +51,10 @@ class ExecutorchEngine(Engine):
         self.adapter = adapter
         self.program = program or LoadedProgram(file, geometry, self.specs, options)
         self.program.users += 1
-        self.names = {
-            name: [
-                *(tensor.name for tensor in spec.outputs if 0 not in tensor.shape),
-                contract.LOGITS,
-            ]
-            for name, spec in self.specs.items()
-        }
+        self.names: dict[str, list[str]] = {}
+        for name, spec in self.specs.items():
+            outputs = [tensor.name for tensor in spec.outputs if 0 not in tensor.shape]
+            self.names[name] = [*outputs, contract.LOGITS]
 
     @classmethod
     def of(cls, bundle: Bundle, app: str | None, options: EngineOptions) -> Self:
@@ -81,15 +78,15 @@ class ExecutorchEngine(Engine):
         return cls(file, bundle.geometry, list(found.functions), options, program, adapter)
 
     def outputs(self, function: str) -> list[str]:
-        """Names of a function's outputs: the contract's tensors that have elements, and logits if
-        it returns them.
+        """Names of a function's outputs.
+
+        They are the contract's tensors that have elements, and logits if it returns them.
         """
         return self.names[function][: self.program.method(function).method_meta().num_outputs()]
 
     def new_cache(self, inputs: Inputs, beside: Cache | None = None) -> "ExecutorchCache":
-        return ExecutorchCache(
-            self, inputs, beside.memory if isinstance(beside, ExecutorchCache) else object()
-        )
+        memory = beside.memory if isinstance(beside, ExecutorchCache) else object()
+        return ExecutorchCache(self, inputs, memory)
 
     def warm(self) -> None:
         for function in self.specs:
@@ -102,9 +99,10 @@ class ExecutorchEngine(Engine):
 class ExecutorchCache(Cache):
     """The program's cache while it has the turn (``LoadedProgram.seat``).
 
-    ``saved``: its rows while another cache has the turn; ``written``: how many there are.
-    ``adapter``: tensors for the slots; None for the bare base. ``memory``: caches with the same one
-    do not save their rows for each other.
+    ``saved``: its rows while another cache has the turn.
+    ``written``: how many there are.
+    ``adapter``: tensors for the slots; None for the bare base.
+    ``memory``: caches with the same one do not save their rows for each other.
     """
 
     def __init__(self, engine: ExecutorchEngine, inputs: Inputs, memory: object) -> None:
@@ -114,10 +112,10 @@ class ExecutorchCache(Cache):
         self.adapter = engine.adapter
         self.saved: list[Array] | None = None
         self.written = 0
-        self._tensors = {
-            name: [engine.program.tensor(inputs[tensor.name]) for tensor in spec.inputs]
-            for name, spec in engine.specs.items()
-        }
+        self._tensors: dict[str, list[Any]] = {}
+        for name, spec in engine.specs.items():
+            tensors = [engine.program.tensor(inputs[tensor.name]) for tensor in spec.inputs]
+            self._tensors[name] = tensors
 
     def call(self, function: str, length: int) -> Outputs:
         engine = self.engine

@@ -1,7 +1,5 @@
 """Reads ``.pte`` files without ExecuTorch: a flatbuffer (its schema/program.fbs), then segments.
 
-Offsets are checked.
-
 ExecuTorch ships accessors for this schema, but importing them loads torch, and they do not check
 bounds. It has none for the graphs of XNNPACK (its schema.fbs) in delegates.
 """
@@ -21,16 +19,18 @@ LIMIT = 1 << 20
 """A file with a longer vector is considered damaged."""
 KERNEL = 1
 DELEGATE = 2
-"""Members of the union InstructionArguments that are calls; the others move values within the
-program.
+"""Members of the union InstructionArguments that are calls.
+
+The others move values within the program.
 """
 SEGMENT = 1
 """DataLocation of delegates whose data is a segment, not part of the flatbuffer."""
 QUANTIZED_VALUE = 2
 """Member of the union XValueUnion of XNNPACK's schema that wraps a tensor."""
 COREML = "CoreMLBackend"
+"""The name of Core ML's backend."""
 XNNPACK = b"XH00"
-"""The name of Core ML's backend, and the bytes 4 to 7 of the data of XNNPACK's."""
+"""Bytes 4 to 7 of the data of a delegate of XNNPACK."""
 GRAPHS = (b"XN00", b"XN01")
 """How the flatbuffers in delegates of XNNPACK begin."""
 READ = mmap.ACCESS_READ
@@ -126,10 +126,12 @@ class Table:
         return 0 if at is None else int(struct.unpack_from(kind, self.data, at)[0])
 
     def vector(self, number: int, width: int) -> tuple[int, int]:
-        """Offset of the first entry of a vector whose entries have ``width`` bytes, and the number
-        of entries.
+        """Offset of the first entry of a vector, and the number of its entries.
+
+        ``width``: bytes of an entry.
         """
-        if (at := self._field(number)) is None:
+        at = self._field(number)
+        if at is None:
             return 0, 0
         start = _linked(self.data, at) + 4
         (count,) = struct.unpack_from("<I", self.data, start - 4)
@@ -150,7 +152,8 @@ class Table:
         return self.octets(number).decode("utf-8")
 
     def table(self, number: int) -> "Table":
-        if (at := self._field(number)) is None:
+        at = self._field(number)
+        if at is None:
             raise ValueError(f"field {number} of a table is missing")
         return Table.root(self.data, at)
 
@@ -176,10 +179,13 @@ def operators_of(file: Path, function: str) -> set[str]:
     """
 
     def names(_: Data, root: Table) -> set[str]:
-        entries = (
-            entry for plan in root.tables(1) if plan.text(0) == function for entry in plan.tables(6)
-        )
-        return {".".join(filter(None, (entry.text(0), entry.text(1)))) for entry in entries}
+        found = set()
+        for plan in root.tables(1):
+            if plan.text(0) == function:
+                for entry in plan.tables(6):
+                    parts = [entry.text(0), entry.text(1)]
+                    found.add(".".join(filter(None, parts)))
+        return found
 
     return read_program(file, names)
 

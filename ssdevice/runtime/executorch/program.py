@@ -1,5 +1,4 @@
-"""A loaded ExecuTorch program: its functions, its cache and slots, and the conversation that has
-them.
+"""A loaded ExecuTorch program: its functions, and the conversation that has its cache and slots.
 
 A program has one cache and one set of slots, so conversations take turns. The one that is called
 next saves the rows of the previous one, restores its own, and puts its app's adapter into the
@@ -31,13 +30,11 @@ if TYPE_CHECKING:
     from ssdevice.runtime.executorch.engine import ExecutorchCache
 
 OPERATORS = "executorch.kernels.quantized"
-"""Importing it registers the operators of quantized embeddings, without which programs that use
-them do not load.
+"""Importing it registers the operators of quantized embeddings. Programs that use them do not load
+without.
 """
 SET_ADAPTER = "set_adapter"
-"""The method that fills the slots of a program that has any: one input per slot, in the order of
-their names.
-"""
+"""The method that fills a program's slots: one input per slot, in the order of their names."""
 SCHEMA = "schema_version"
 """The constant method that returns the version of the program's schema."""
 Array = NDArray[np.float32]
@@ -45,14 +42,14 @@ Specs = Mapping[str, FunctionSpec]
 
 
 class _ThreadPool:
-    """ExecuTorch's thread pool: one per process, resizable only while no function of any program is
-    loaded.
+    """ExecuTorch's thread pool: one per process.
+
+    It can be resized only while no function of any program is loaded.
     """
 
     def __init__(self) -> None:
-        self.lock = (
-            threading.RLock()
-        )  # reentrant: a garbage-collected program may release it at any allocation
+        # Reentrant: a garbage-collected program may release it at any allocation.
+        self.lock = threading.RLock()
         self.loaded = 0
 
     def acquire(self, threads: int) -> None:
@@ -63,9 +60,11 @@ class _ThreadPool:
         portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
         with self.lock:
             if threads and self.loaded and threads != portable._threadpool_get_thread_count():
-                running = f"which already runs with {portable._threadpool_get_thread_count()}"
-                pool = f"ExecuTorch has one pool per process, {running}; close the other sessions first"
-                raise InputError(f"{threads} threads: {pool}")
+                raise InputError(
+                    f"{threads} threads: ExecuTorch has one pool per process, which already runs "
+                    f"with {portable._threadpool_get_thread_count()}; "
+                    "close the other sessions first"
+                )
             if threads and not self.loaded:
                 with native_silence():  # it asks for files of phones
                     portable._unsafe_reset_threadpool(threads)
@@ -119,16 +118,16 @@ class LoadedProgram:
         self.lock = threading.RLock()
         self.users = 0
         self._methods: dict[str, Any] = {}
-        self._unload = weakref.finalize(
-            self, _unload, self._methods
-        )  # also for programs that were never closed
+        # Also for programs that are never closed.
+        self._unload = weakref.finalize(self, _unload, self._methods)
         self._program: Any = load_program(file)
         self._torch = importlib.import_module("torch")
         self._owner: weakref.ref[ExecutorchCache] | None = None
         self._installed: AdapterSlots | None = None  # slots start as zeros, which is the bare base
         self._slots: dict[str, Any] = {}
         known = self._program.method_names
-        if missing := sorted(set(specs) - known):
+        missing = sorted(set(specs) - known)
+        if missing:
             raise BundleError(
                 f"{file}: the program has no {missing[0]}; it has {', '.join(sorted(known))}"
             )
@@ -138,14 +137,12 @@ class LoadedProgram:
         cls, bundle: "Bundle", file: Path, specs: Specs, options: EngineOptions
     ) -> "LoadedProgram":
         """The LoadedProgram that all engines of this program share, loaded by the first of them."""
-        key = (
-            file.resolve(),
-            next(e.sha256 for p, e in bundle.manifest.files.items() if bundle.folder / p == file),
-        )
+        entry = bundle.manifest.files[file.relative_to(bundle.folder).as_posix()]
+        key = (file.resolve(), entry.sha256, options)
         with cls._table:
-            found = cls._shared.get((*key, options))
+            found = cls._shared.get(key)
             if found is None or found.closed:
-                found = cls._shared[(*key, options)] = cls(file, bundle.geometry, specs, options)
+                found = cls._shared[key] = cls(file, bundle.geometry, specs, options)
             return found
 
     @property
@@ -198,23 +195,27 @@ class LoadedProgram:
         found = [tuple(meta.sizes()) for meta in metas]
         shapes = [tuple(tensor.shape) for tensor in expected]
         if found != shapes:
-            said = f"{what} tensors of shapes {found}, the manifest says {shapes}"
-            raise BundleError(f"{self.file}: {said}; export the bundle again")
+            raise BundleError(
+                f"{self.file}: {what} tensors of shapes {found}, the manifest says {shapes}; "
+                "export the bundle again"
+            )
 
     def _check_schema(self) -> None:
         if SCHEMA not in self._program.method_names:
             raise BundleError(f"{self.file}: it has no {SCHEMA}: not a program of ssdevice")
-        if (
-            found := next(iter(self._program.load_method(SCHEMA).execute([])), None)
-        ) != SCHEMA_VERSION:
-            expected = f"this runtime reads {SCHEMA_VERSION}; export it again"
-            raise BundleError(f"{self.file}: a program with schema {found}, {expected}")
+        made = self._program.load_method(SCHEMA).execute([])
+        found = made[0] if made else None
+        if found != SCHEMA_VERSION:
+            raise BundleError(
+                f"{self.file}: a program with schema {found}, this runtime reads {SCHEMA_VERSION}; "
+                "export it again"
+            )
 
     def states(self, function: str) -> list[Any]:
-        """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``: keys, then values,
-        layer by layer.
+        """The live cache as torch tensors ``[kv_heads, capacity, head_dim]``.
 
-        Raises BundleError for a cache of another form.
+        The keys of all layers come first, then the values. Raises BundleError for a cache of
+        another form.
         """
         method = self.method(function)
         g = self.geometry
@@ -264,12 +265,15 @@ class LoadedProgram:
             for state in self._slots.values():
                 state.zero_()
         else:
-            states = {
-                name: self._slot(adapter, name, value) for name, value in adapter.tensors.items()
-            }
-            if (slots := self.method(SET_ADAPTER).method_meta().num_inputs()) != len(states):
-                found = f"{len(states)} tensors, the program has {slots} slots"
-                raise BundleError(f"{adapter.file}: {found}; export the bundle again")
+            states = {}
+            for name, value in adapter.tensors.items():
+                states[name] = self._slot(adapter, name, value)
+            slots = self.method(SET_ADAPTER).method_meta().num_inputs()
+            if slots != len(states):
+                raise BundleError(
+                    f"{adapter.file}: {len(states)} tensors, the program has {slots} slots; "
+                    "export the bundle again"
+                )
             for name, state in states.items():
                 state.copy_(self.tensor(adapter.tensors[name]))
             self._slots = states
@@ -277,7 +281,8 @@ class LoadedProgram:
 
     def _slot(self, adapter: AdapterSlots, name: str, value: Array) -> Any:
         """The live tensor of a slot. Raises BundleError unless it exists with this shape."""
-        if (state := self._slots.get(name)) is None:
+        state = self._slots.get(name)
+        if state is None:
             try:
                 state = self.method(SET_ADAPTER).get_attribute(name)
             except RuntimeError as error:
@@ -285,8 +290,10 @@ class LoadedProgram:
                     f"{adapter.file}: the program has no slot {name!r}; export it again"
                 ) from error
         if tuple(state.shape) != value.shape:
-            found = f"{name!r} has shape {list(value.shape)}, its slot {list(state.shape)}"
-            raise BundleError(f"{adapter.file}: {found}; export the bundle again")
+            raise BundleError(
+                f"{adapter.file}: {name!r} has shape {list(value.shape)}, "
+                f"its slot {list(state.shape)}; export the bundle again"
+            )
         return state
 
     def release(self) -> None:
@@ -336,7 +343,8 @@ def explain(file: Path, function: str, error: Exception) -> str:
     if "0x14" in reason:
         reason += ": an operator of the program is not in this runtime; load its libraries first"
         portable: Any = importlib.import_module("executorch.extension.pybindings.portable_lib")
-        if missing := operators_of(file, function) - set(portable._get_operator_names()):
+        missing = operators_of(file, function) - set(portable._get_operator_names())
+        if missing:
             reason += f" ({', '.join(sorted(missing))})"
     if "0x20" in reason or "0x30" in reason:
         reason += ": the program's delegate is not in this runtime, or the file is damaged"

@@ -34,7 +34,8 @@ class ExecutorchTarget(RuntimeTarget):
         from ssdevice.runtime.executorch.engine import PROGRAM
         from ssdevice.runtime.executorch.file import has_coreml
 
-        if not has_coreml(file := bundle.file(PROGRAM)):
+        file = bundle.file(PROGRAM)
+        if not has_coreml(file):
             return {}
         _, interpreter = open_delegates(file)
         return {PACKAGE: audit(interpreter.package)}

@@ -56,47 +56,46 @@ class AdapterTensors:
             raise BundleError(f"{file}: made for another base than the bundle's")
         try:
             # Tensors that graphs can take as they are stay where they are.
-            kept = {
-                name: _aligned(value)
-                for name, value in values.items()
-                if not _is_packed(name, value, values)
-            }
-            packed = restored(
-                {name: value.numpy() for name, value in values.items() if name not in kept}
-            )
+            self.values: dict[str, ort.OrtValue] = {}
+            packed: dict[str, NDArray[Any]] = {}
+            for name, value in values.items():
+                if _is_packed(name, value, values):
+                    packed[name] = value.numpy()
+                else:
+                    self.values[name] = _aligned(value)
+            for name, array in restored(packed).items():
+                self.values[name] = _value(array)
         except ValueError as error:
             raise BundleError(f"{file}: {error}") from error
-        self.values = {**kept, **{name: _value(value) for name, value in packed.items()}}
 
     def check(self, session: ort.InferenceSession, names: frozenset[str], where: str) -> None:
-        """Raise BundleError unless each graph input in ``names`` has a tensor of the right type and
-        shape here.
-        """
+        """Raise BundleError unless each graph input in ``names`` has a tensor that fits."""
         for wanted in session.get_inputs():
             if wanted.name not in names:
                 continue
-            if (value := self.values.get(wanted.name)) is None:
+            value = self.values.get(wanted.name)
+            if value is None:
                 raise BundleError(
                     f"{self.file}: has no {wanted.name!r}, which {where} needs; add the app again"
                 )
             if value.data_type() != wanted.type or not fits(value.shape(), wanted.shape):
-                found = f"{wanted.name!r} is {value.data_type()} {list(value.shape())}"
                 raise BundleError(
-                    f"{self.file}: {found}, {where} needs {wanted.type} {list(wanted.shape)}"
+                    f"{self.file}: {wanted.name!r} is {value.data_type()} {list(value.shape())}, "
+                    f"{where} needs {wanted.type} {list(wanted.shape)}"
                 )
 
 
 def fits(shape: Sequence[int | str], declared: Sequence[int | str | None]) -> bool:
-    """Whether a graph takes a tensor of this shape; a name or None in the ``declared`` shape stands
-    for any size.
+    """Whether a graph takes a tensor of this shape.
+
+    A name or None in the ``declared`` shape stands for any size.
     """
     if len(shape) != len(declared):
         return False
-    return all(
-        size == wanted
-        for size, wanted in zip(shape, declared, strict=True)
-        if isinstance(wanted, int)
-    )
+    for size, wanted in zip(shape, declared, strict=True):
+        if isinstance(wanted, int) and size != wanted:
+            return False
+    return True
 
 
 def _is_packed(name: str, value: ort.OrtValue, values: Mapping[str, ort.OrtValue]) -> bool:
@@ -104,8 +103,10 @@ def _is_packed(name: str, value: ort.OrtValue, values: Mapping[str, ort.OrtValue
 
 
 def _aligned(value: ort.OrtValue) -> ort.OrtValue:
-    """A tensor where its numbers may be: ONNX Runtime's file has them at multiples of four bytes."""
-    return _value(np.array(value.numpy())) if value.data_type() == "tensor(int64)" else value
+    """The tensor at an address for its type: ONNX Runtime's file has multiples of four bytes."""
+    if value.data_type() == "tensor(int64)":
+        return _value(np.array(value.numpy()))
+    return value
 
 
 def _value(array: NDArray[Any]) -> ort.OrtValue:

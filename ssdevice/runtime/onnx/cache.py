@@ -32,13 +32,10 @@ class RowCache:
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         shape = self.shape(geometry)
-        try:  # zeros, because a masked row must not hold a NaN
+        try:
+            # A masked row must not hold a NaN.
             self.array: NDArray[Any] = _zeros(shape, np.dtype(dtype))
-        except (
-            OSError,
-            OverflowError,
-            ValueError,
-        ) as error:  # no memory, or more than the address space
+        except (OSError, OverflowError, ValueError) as error:  # also beyond the address space
             raise InputError(
                 f"no memory for a KV cache of {shape} {np.dtype(dtype).name}: {error}"
             ) from error
@@ -50,35 +47,43 @@ class RowCache:
         return 2 * geometry.layers, geometry.capacity, geometry.row_width
 
     def commit(self, length: int, rows: NDArray[Any], count: int) -> None:
-        """Put the first ``count`` of ``rows [2 * layers, n, kv_heads * head_dim]`` at ``length``."""
+        """Put the first ``count`` rows at ``length``.
+
+        ``rows``: ``[2 * layers, n, kv_heads * head_dim]``.
+        """
         self.array[:, length : length + count] = rows[:, :count]
 
     def visible(self, length: int, lanes: int = LANES) -> int:
-        """How many rows to show a target that has ``length`` committed ones: a number congruent to
-        it modulo ``lanes``.
+        """How many rows to show a target that has ``length`` committed ones.
 
-        It exceeds ``length`` by less than a bucket + ``lanes``, so there are ``lanes`` sizes per
-        bucket. A call's new rows follow those shown. Congruence puts a new row into the lane that
-        it will have once it is committed, so sums over rows add the same numbers in the same order
-        whether a token was drafted or decoded plainly: along a chain of drafts all bits agree.
-        Measured in int8 on long, undecided answers: without it 2 of 25 differ at near-ties (forced
-        drafts: 5), with it none. An attention whose sums leave out masked rows needs one lane only.
+        The number is congruent to ``length`` modulo ``lanes``, and exceeds it by less than a bucket
+        + ``lanes``, so there are ``lanes`` sizes per bucket. A call's new rows follow those shown.
+
+        Congruence puts a new row into the lane that it will have once it is committed, so sums over
+        rows add the same numbers in the same order whether a token was drafted or decoded plainly:
+        along a chain of drafts all bits agree. Measured in int8 on long, undecided answers: without
+        it 2 of 25 differ at near-ties (forced drafts: 5), with it none. An attention whose sums
+        leave out masked rows needs one lane only.
         """
         bucket = BUCKET if lanes > 1 else SKIPPING_BUCKET
         shown = -(-max(length, 1) // bucket) * bucket
         shown += (length - shown) % lanes
-        return shown if shown <= self.capacity else self.capacity - (self.capacity - length) % lanes
+        if shown > self.capacity:
+            shown = self.capacity - (self.capacity - length) % lanes
+        return shown
 
     def prefix(self, index: int, rows: int) -> NDArray[Any]:
-        """A view ``[rows, kv_heads * head_dim]`` of the first rows of keys (``index`` even) or
-        values (odd) of layer ``index // 2``.
+        """A view ``[rows, kv_heads * head_dim]`` of the first rows of layer ``index // 2``.
+
+        They are keys for an even ``index``, values for an odd one.
         """
         return self.array[index, :rows]
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeros in small pages, which the system gives when they are first written: a short
-    conversation takes few.
+    """Zeros in small pages, which the system gives when they are first written.
+
+    So a short conversation takes few.
     """
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

@@ -6,7 +6,7 @@ the cache, made on first use with an app's adapter; its memory never moves.
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -47,19 +47,19 @@ OLDER = (
     "; export it again if an older ssdevice exported it, or decode without kernels (--no-kernels)"
 )
 BINDINGS = 256
-"""Number of visible sizes for which a function keeps a binding: enough for answers over some 500
-rows.
-"""
+"""Visible sizes for which a function keeps a binding: enough for answers over some 500 rows."""
 
 
 class OnnxEngine(Engine):
     """Sessions of ONNX Runtime by function, each opened on its first call.
 
-    ``files``: the graph of every function that the app has. ``shared``: opens graphs that engines
-    of this process share; None: this engine opens its own. ``adapter``: the tensors for the graphs'
-    slots. Raises BundleError for a graph that breaks the contract. ``quantized``: all large
-    products are those of kernels, if there are any; they share threads among sessions then
-    (``kernels.crew``).
+    ``files``: the graph of every function that the app has.
+    ``shared``: opens graphs that engines of this process share; None: this engine opens its own.
+    ``adapter``: the tensors for the graphs' slots.
+    ``quantized``: all large products are those of kernels, if there are any. They then share
+    threads among sessions (``kernels.crew``).
+
+    Raises BundleError for a graph that breaks the contract.
     """
 
     def __init__(
@@ -81,27 +81,25 @@ class OnnxEngine(Engine):
         self.cache_dtype = cache_dtype
         self.specs = functions(geometry, CacheForm.EXTERNAL, cache_dtype)
         self._library = kernels.library() if options.kernels else None
-        self.kernels = kernels.loaded(self._library) if self._library is not None else None
-        self._crew = (
-            (options.threads or kernels.cores())
-            if quantized and self.kernels and options.spinning
-            else 0
-        )
+        self._crew = 0  # threads that sessions share
+        if self._library is not None:
+            self.kernels = kernels.loaded(self._library)
+        if quantized and self.kernels and options.spinning:
+            self._crew = options.threads or kernels.cores()
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._caches: WeakSet[OnnxCache] = WeakSet()
-        self._profiles = (
-            tempfile.TemporaryDirectory(prefix="ssdevice-") if options.profile else None
-        )
+        self._profiles: tempfile.TemporaryDirectory[str] | None = None
+        if options.profile:
+            self._profiles = tempfile.TemporaryDirectory(prefix="ssdevice-")
 
     def session(self, function: str) -> ort.InferenceSession:
         """The session of a function, opened on first use. Raises BundleError."""
         if function not in self._sessions:
             opening = partial(self._open, function)
-            opened = (
-                opening()
-                if self.shared is None
-                else self.shared.open(self.files[function], opening)
-            )
+            if self.shared is None:
+                opened = opening()
+            else:
+                opened = self.shared.open(self.files[function], opening)
             self._check(function, opened)
             self._sessions[function] = opened
         return self._sessions[function]
@@ -119,40 +117,36 @@ class OnnxEngine(Engine):
         if self._profiles is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(Path(self._profiles.name) / function)
-        built = self._library
         file = self.files[function]
         if _identity(file) != self._checked[file]:
             raise BundleError(
                 f"{file.parent} was replaced while it was in use; open the session again"
             )
-        with (
-            kernels.crew(built, self._crew, self.options.profile)
-            if built is not None
-            else nullcontext()
-        ):
+        with ExitStack() as stack:
+            if self._library is not None:
+                crew = kernels.crew(self._library, self._crew, self.options.profile)
+                stack.enter_context(crew)
             try:
-                if built is not None:
-                    options.register_custom_ops_library(str(built))
-                session = ort.InferenceSession(
-                    self.model(function, options), options, providers=[PROVIDER]
-                )
+                if self._library is not None:
+                    options.register_custom_ops_library(str(self._library))
+                model = self.model(function, options)
+                session = ort.InferenceSession(model, options, providers=[PROVIDER])
             except Exception as error:  # the bindings derive their errors from Exception itself
-                said = f"{file}: ONNX Runtime cannot load it ({first_line(error)})"
-                raise BundleError(said + (OLDER if built is not None else "")) from error
+                older = OLDER if self._library is not None else ""
+                raise BundleError(
+                    f"{file}: ONNX Runtime cannot load it ({first_line(error)}){older}"
+                ) from error
         give_back(file.parent)
         return session
 
     def _check(self, function: str, session: ort.InferenceSession) -> None:
-        """Raise BundleError unless a graph has the contract's tensors and the adapter fits its
-        slots.
-        """
+        """Raise BundleError unless a graph has the contract's tensors, and the adapter fits it."""
         file = self.files[function]
         spec = self.specs[function]
         check_tensors(f"{file}: {function}", session.get_inputs(), spec.inputs)
         check_tensors(f"{file}: {function}", session.get_outputs(), spec.outputs)
-        slots = {tensor.name for tensor in session.get_inputs()} - {
-            tensor.name for tensor in spec.inputs
-        }
+        integers = {tensor.name for tensor in spec.inputs}
+        slots = {tensor.name for tensor in session.get_inputs()} - integers
         if slots and self.adapter is None:
             raise BundleError(
                 f"{file}: {function} needs {sorted(slots)[0]!r}, but the app has no adapter"
@@ -202,7 +196,8 @@ class OnnxCache(Cache):
         self.calls: dict[str, _Call] = {}
 
     def call(self, function: str, length: int) -> Outputs:
-        if (call := self.calls.get(function)) is None:
+        call = self.calls.get(function)
+        if call is None:
             call = self.calls[function] = _Call(self.engine, function, self.inputs, self.memory)
         binding = call.binding(self.memory.visible(length, call.lanes))
         clock = perf_counter()
@@ -224,28 +219,28 @@ class OnnxCache(Cache):
 
 
 class _Call:
-    """A function on a cache: memory for its outputs, and the BINDINGS last used bindings by visible
-    rows.
-    """
+    """A function on a cache: memory for its outputs, and its bindings by visible rows."""
 
     def __init__(self, engine: OnnxEngine, function: str, inputs: Inputs, memory: RowCache) -> None:
         spec = engine.specs[function]
         self.session = engine.session(function)
         attention = self.session.get_modelmeta().custom_metadata_map.get(kernels.ATTENTION)
         self.lanes = 1 if engine.kernels and attention == kernels.TREE_ATTENTION else LANES
-        self.outputs = {
-            t.name: np.zeros([int(size) for size in t.shape], t.dtype) for t in spec.outputs
-        }
+        self.outputs: dict[str, NDArray[Any]] = {}
+        for tensor in spec.outputs:
+            shape = [int(size) for size in tensor.shape]
+            self.outputs[tensor.name] = np.zeros(shape, tensor.dtype)
         self._memory = memory
         self._past = [tensor.name for tensor in spec.inputs if PAST in tensor.shape]
-        present = {
-            tensor.name for tensor in self.session.get_inputs()
-        }  # a graph may not need all integers
-        integers = [t for t in spec.inputs if t.name in present and t.name in inputs]
-        self._integers = {t.name: inputs[t.name][: int(t.shape[0])] for t in integers}
+        # A graph may not need all integers, and a short step takes the first drafts only.
+        present = {tensor.name for tensor in self.session.get_inputs()}
+        self._integers: dict[str, NDArray[np.int32]] = {}
+        for tensor in spec.inputs:
+            if tensor.name in present and tensor.name in inputs:
+                self._integers[tensor.name] = inputs[tensor.name][: int(tensor.shape[0])]
         adapter = engine.adapter.values if engine.adapter is not None else {}
         self._adapter = {name: adapter[name] for name in present & adapter.keys()}
-        self._bindings: dict[int, ort.IOBinding] = {}
+        self._bindings: dict[int, ort.IOBinding] = {}  # the last used ones, the newest last
 
     def binding(self, rows: int) -> ort.IOBinding:
         """The binding that shows the graph the first ``rows`` rows of the cache."""
@@ -268,13 +263,13 @@ class _Call:
 
 
 def app_graphs(bundle: "Bundle", app: str | None) -> tuple[dict[str, Path], Geometry]:
-    """The graphs of an app by function, and its geometry, which without streams is that of plain
-    decoding.
+    """The graphs of an app by function, and its geometry.
+
+    Without streams that is the geometry of plain decoding.
     """
     own = bundle.function_names(app)
-    files = {
-        function: bundle.file(own[function]) for function in GREEDY + CHOOSING if function in own
-    }
+    known = [function for function in GREEDY + CHOOSING if function in own]
+    files = {function: bundle.file(own[function]) for function in known}
     geometry = bundle.geometry
     if STEP not in files and geometry.gamma:
         geometry = geometry.plain
@@ -291,7 +286,8 @@ def app_adapter(bundle: "Bundle", app: str | None, shared: SharedBase) -> Adapte
         return None
     if len(found.files) != 1:
         raise BundleError(
-            f"{bundle.folder}: app {found.name!r} lists {len(found.files)} files, expected one adapter"
+            f"{bundle.folder}: app {found.name!r} lists {len(found.files)} files, "
+            "expected one adapter"
         )
     entry = bundle.manifest.files[found.files[0]]
     return shared.adapter(

@@ -1,6 +1,4 @@
-"""Graphs of ONNX Runtime that several engines of a process share, their checks, their profiles, and
-their memory.
-"""
+"""Graphs of ONNX Runtime that engines of a process share: their checks, profiles and memory."""
 
 import ctypes
 import json
@@ -25,9 +23,7 @@ from ssdevice.runtime.onnx.adapter import AdapterTensors, fits
 TYPES = {"int32": "tensor(int32)", "float32": "tensor(float)", "float16": "tensor(float16)"}
 KERNEL = "_kernel_time"
 NODE = "node_"
-"""What the names of a graph's nodes begin with; ONNX Runtime puts more before those that were in a
-region.
-"""
+"""What the names of a graph's nodes begin with. ONNX Runtime puts more before those of a region."""
 
 
 class SharedBase:
@@ -64,19 +60,19 @@ class SharedBase:
             return self._sessions[file]
 
     def adapter(self, file: Path, content: str, base_sha256: str) -> AdapterTensors:
-        """The tensors in an adapter file with this sha256, loaded by the first engine that needs
-        them.
+        """The tensors of an adapter file, loaded by the first engine that needs them.
+
+        ``content``: the file's sha256.
         """
         with self._lock:
-            if (found := self._adapters.get(content)) is None:
+            found = self._adapters.get(content)
+            if found is None:
                 found = self._adapters[content] = AdapterTensors(file, base_sha256)
             return found
 
 
 def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpec]) -> None:
-    """Raise BundleError unless a graph has the expected tensors with the types and sizes that will
-    be bound.
-    """
+    """Raise BundleError unless a graph has the tensors that will be bound, with types and sizes."""
     found = {tensor.name: tensor for tensor in given}
     for spec in expected:
         if spec.name not in found:
@@ -84,8 +80,10 @@ def check_tensors(where: str, given: Sequence[Any], expected: Sequence[TensorSpe
         tensor = found[spec.name]
         if tensor.type != TYPES.get(spec.dtype, spec.dtype) or not fits(spec.shape, tensor.shape):
             sizes = [size if isinstance(size, int) else None for size in tensor.shape]
-            wanted = f"the manifest says {spec.dtype} {list(spec.shape)}"
-            raise BundleError(f"{where} has {spec.name!r} as {tensor.type} {sizes}, {wanted}")
+            raise BundleError(
+                f"{where} has {spec.name!r} as {tensor.type} {sizes}, "
+                f"the manifest says {spec.dtype} {list(spec.shape)}"
+            )
 
 
 def kernel_times(file: Path) -> list[Kernel]:
@@ -116,12 +114,11 @@ DONTNEED = 4  # MADV_DONTNEED of Linux: what is read again is read from the file
 
 
 def give_back(folder: Path) -> None:
-    """Give the system back the unchanged pages mapped from files in ``folder``, and freed memory;
-    on Linux only.
+    """Give the system back freed memory, and the unchanged pages mapped from files in ``folder``.
 
-    ONNX Runtime maps a bundle's weights once for every graph, and its kernels read them while a
-    graph is opened, to pack them. Afterwards the mapped pages only count: three graphs would have
-    three times the bundle resident.
+    Does nothing on systems other than Linux. ONNX Runtime maps a bundle's weights once for every
+    graph, and its kernels read them while a graph is opened, to pack them. Afterwards the mapped
+    pages only count: three graphs would have three times the bundle resident.
     """
     try:
         libc = ctypes.CDLL(None)

@@ -30,9 +30,12 @@ class OnnxTarget(RuntimeTarget):
         from ssdevice.bundle.manifest import CacheDtype, Precision
 
         if bundle.manifest.precision is Precision.INT4:
-            what = "INT4, for which browsers have no fast kernel; export with --quant int8"
-            raise BundleError(f"{bundle.folder} is {what}")
-        if (dtype := bundle.manifest.cache_dtype) not in (CacheDtype.FP32, CacheDtype.FP16):
+            raise BundleError(
+                f"{bundle.folder} is INT4, for which browsers have no fast kernel; "
+                "export with --quant int8"
+            )
+        dtype = bundle.manifest.cache_dtype
+        if dtype not in (CacheDtype.FP32, CacheDtype.FP16):
             raise BundleError(
                 f"{bundle.folder} has a cache of {dtype}; browsers need float32 or float16"
             )
