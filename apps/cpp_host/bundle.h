@@ -57,8 +57,9 @@ class Bundle {
   Ids stops() const {
     Ids ids;
     for (const Json& id : manifest_.at("chat").at("stop_ids")) {
-      if (id < 0 || id > std::numeric_limits<int32_t>::max())
+      if (id < 0 || id > std::numeric_limits<int32_t>::max()) {
         throw Error("chat.stop_ids: " + id.dump() + " is no token id");
+      }
       ids.push_back(id);
     }
     return ids;
@@ -82,20 +83,23 @@ class Bundle {
   // The file with a role, such as the graph of a function of the contract, which the bundle `has`.
   fs::path file(const std::string& role) const {
     const std::string path = manifest_.value("roles", Json::object()).value(role, role);
-    if (!manifest_.at("files").contains(path))
+    if (!manifest_.at("files").contains(path)) {
       throw Error(folder_.string() + ": there is no file " + safe(path));
+    }
     return folder_ / path;
   }
 
  private:
-  static constexpr auto kManifest = "manifest.json", kSignature = "manifest.json.sig",
-                        kPhrases = "phrases";
+  static constexpr auto kManifest = "manifest.json";
+  static constexpr auto kSignature = "manifest.json.sig";
+  static constexpr auto kPhrases = "phrases";
   static constexpr size_t kMostFiles = 4096;
   static constexpr uintmax_t kMostManifestBytes = 4 << 20;
 
   static fs::path checked(const fs::path& folder) {
-    if (!fs::is_directory(folder))
+    if (!fs::is_directory(folder)) {
       throw Error(folder.string() + ": no such bundle, which is a folder");
+    }
     return fs::canonical(folder);
   }
 
@@ -119,11 +123,13 @@ class Bundle {
          entry != fs::recursive_directory_iterator(); ++entry) {
       const std::string path = entry->path().lexically_relative(folder_).generic_string();
       const fs::file_status status = entry->symlink_status();
-      if (++seen > 2 * kMostFiles || entry.depth() > 15)
+      if (++seen > 2 * kMostFiles || entry.depth() > 15) {
         throw Error(folder_.string() + ": too many files and folders");
+      }
       if (fs::is_directory(status)) continue;
-      if (!fs::is_regular_file(status))
+      if (!fs::is_regular_file(status)) {
         throw Error(folder_.string() + ": " + safe(path) + " is not a plain file");
+      }
       found[path] = entry->file_size();
     }
     return found;
@@ -132,15 +138,17 @@ class Bundle {
   Json read_manifest() const {
     const auto file = files_.find(kManifest);
     if (file == files_.end()) refuse("there is no such file");
-    if (file->second > kMostManifestBytes)
+    if (file->second > kMostManifestBytes) {
       refuse("more than " + std::to_string(kMostManifestBytes) + " bytes");
+    }
+    const std::string where = (folder_ / kManifest).string();
     std::ifstream stream(folder_ / kManifest, std::ios::binary);
-    const std::string text{std::istreambuf_iterator<char>(stream), {}},
-        where = (folder_ / kManifest).string();
+    const std::string text{std::istreambuf_iterator<char>(stream), {}};
     const Json manifest = parse_strict(text, where);
     Schema(Json::parse(kManifestSchema)).check(manifest, where);
-    if (manifest.at("target") != "onnx" || manifest.at("cache") != "rows")
+    if (manifest.at("target") != "onnx" || manifest.at("cache") != "rows") {
       refuse("a bundle of another target than onnx");
+    }
     return manifest;
   }
 
@@ -150,8 +158,9 @@ class Bundle {
       for (const Json& tensor : spec.at(key)) {
         Shape shape;
         for (const Json& size : tensor.at("shape")) {
-          if (size.is_string() && size != "past")
+          if (size.is_string() && size != "past") {
             refuse("functions: a tensor has the unknown size " + safe(size));
+          }
           shape.push_back(size.is_string() ? kPast : size.get<int64_t>());
         }
         made.push_back({tensor.at("name"), shape, type_of(tensor.at("dtype"))});
@@ -175,12 +184,14 @@ class Bundle {
     }
     const Json sampling = manifest_.value("sampling", Json());
     for (const auto& [name, value] : sampling.items()) {
-      if (value.is_number_float() && !(value >= 0 && value <= 100))
+      if (value.is_number_float() && !(value >= 0 && value <= 100)) {
         refuse("sampling: " + safe(name) + " is not 0 to 100");
+      }
     }
-    if (geometry_.hidden && geometry_.hidden != model.at("hidden_size"))
+    if (geometry_.hidden && geometry_.hidden != model.at("hidden_size")) {
       refuse("model and geometry have other hidden sizes");
-    std::vector<std::string> names, ordered;
+    }
+    std::vector<std::string> names;
     for (const Json& spec : manifest_.at("functions")) {
       names.push_back(spec.at("name"));
       functions_.insert(names.back());
@@ -188,10 +199,11 @@ class Bundle {
         refuse("function " + safe(names.back()) + " does not follow from the geometry");
       }
     }
+    std::vector<std::string> ordered;
     for (const char* name : kFunctions) {
       const bool chooses = name == kVerify || name == kVerifyPlain || name == kDraft;
-      if (has(name) && (geometry_.hidden || !chooses) && (geometry_.few || name != kStepShort))
-        ordered.emplace_back(name);
+      const bool possible = (geometry_.hidden || !chooses) && (geometry_.few || name != kStepShort);
+      if (has(name) && possible) ordered.emplace_back(name);
     }
     if (names != ordered || !has(kPrefill) || !(has(kStep) || has(kPlain)) ||
         (has(kStep) && !geometry_.gamma)) {
@@ -199,13 +211,15 @@ class Bundle {
           "functions: expected prefill, and step (with streams) or step_plain, in the contract's "
           "order");
     }
-    if (streams() && has(kVerify) != has(kDraft))
+    if (streams() && has(kVerify) != has(kDraft)) {
       refuse("functions: verify and draft need each other");
+    }
   }
 
   // Frames or a template must make the text of a conversation, also for hosts that get token ids.
   void check_chat() const {
-    const Json chat = manifest_.at("chat"), frames = chat.value("frames", Json());
+    const Json chat = manifest_.at("chat");
+    const Json frames = chat.value("frames", Json());
     const auto framed = [&](const char* role) {
       return !frames.is_null() && !frames.value(role, Json()).is_null();
     };
@@ -227,8 +241,9 @@ class Bundle {
              " is not merged into the graphs: this host runs bundles of one app");
     }
     if (manifest_.at("default_app") != name) refuse("default_app is not one of the apps");
-    if (app.at("base_sha256") != manifest_.at("model").at("sha256"))
+    if (app.at("base_sha256") != manifest_.at("model").at("sha256")) {
       refuse("app " + safe(name) + " is for another base");
+    }
     if (merged && !empty("mode") && app.at("mode") != manifest_.at("mode")) {
       refuse("app " + safe(name) + " has another mode than the bundle");
     }
@@ -238,16 +253,20 @@ class Bundle {
   // every file system.
   void check_files() const {
     const Json& listed = manifest_.at("files");
-    Names folders, seen{kManifest, kSignature};
+    Names folders;
+    Names seen{kManifest, kSignature};
     for (const auto& [path, entry] : listed.items()) {
-      for (size_t at = path.find('/'); at != std::string::npos; at = path.find('/', at + 1))
+      for (size_t at = path.find('/'); at != std::string::npos; at = path.find('/', at + 1)) {
         folders.insert(path.substr(0, at));
-      for (const fs::path& part : fs::path(path)) {
-        if (is_device(lower(part.string())))
-          refuse("files: Windows reserves a name in " + safe(path));
       }
-      if (!seen.insert(lower(path)).second)
+      for (const fs::path& part : fs::path(path)) {
+        if (is_device(lower(part.string()))) {
+          refuse("files: Windows reserves a name in " + safe(path));
+        }
+      }
+      if (!seen.insert(lower(path)).second) {
         refuse("files: " + safe(path) + " appears twice, or is reserved");
+      }
       const auto found = files_.find(path);
       if (found == files_.end()) throw Error((folder_ / path).string() + ": there is no such file");
       if (found->second != entry.at("size")) {
@@ -256,16 +275,19 @@ class Bundle {
       }
     }
     for (const std::string& folder : folders) {
-      if (!seen.insert(lower(folder)).second)
+      if (!seen.insert(lower(folder)).second) {
         refuse("files: " + safe(folder) + " is a folder, too");
+      }
     }
     for (const auto& [path, size] : files_) {
-      if (path != kManifest && path != kSignature && !listed.contains(path))
+      if (path != kManifest && path != kSignature && !listed.contains(path)) {
         refuse(safe(path) + " is not listed; remove it");
+      }
     }
     for (const Json& path : manifest_.value("roles", Json::object())) {
-      if (!listed.contains(path) && !folders.count(path))
+      if (!listed.contains(path) && !folders.count(path)) {
         refuse("roles: " + safe(path) + " is not in files");
+      }
     }
   }
 
@@ -285,14 +307,18 @@ class Bundle {
   }
 
   static bool is_device(const std::string& name) {
-    const std::string stem = name.substr(0, name.find('.')), kind = stem.substr(0, 3);
-    if (stem.size() == 4)
+    const std::string stem = name.substr(0, name.find('.'));
+    const std::string kind = stem.substr(0, 3);
+    if (stem.size() == 4) {
       return (kind == "com" || kind == "lpt") && stem[3] >= '0' && stem[3] <= '9';
+    }
     return stem == "con" || stem == "prn" || stem == "aux" || stem == "nul";
   }
 
   static std::string lower(std::string text) {  // names are ASCII
-    for (char& c : text) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+    for (char& c : text) {
+      if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+    }
     return text;
   }
 

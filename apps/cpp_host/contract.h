@@ -10,15 +10,21 @@ using Names = std::set<std::string>;
 using Shape = std::vector<int64_t>;
 using Type = ONNXTensorElementDataType;
 
-constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT,
-               kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr Type kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr Type kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-constexpr auto kRows = "rows", kPrefill = "prefill", kStep = "step", kPlain = "step_plain",
-               kStepShort = "step_short";
-constexpr auto kVerify = "verify", kVerifyPlain = "verify_plain",
-               kDraft = "draft";  // for hosts that choose tokens
+constexpr auto kRows = "rows";
+constexpr auto kPrefill = "prefill";
+constexpr auto kStep = "step";
+constexpr auto kPlain = "step_plain";
+constexpr auto kStepShort = "step_short";
+// For hosts that choose tokens.
+constexpr auto kVerify = "verify";
+constexpr auto kVerifyPlain = "verify_plain";
+constexpr auto kDraft = "draft";
+// In the order of manifests.
 inline constexpr auto kFunctions = {kStep,   kPrefill,     kPlain, kStepShort,
-                                    kVerify, kVerifyPlain, kDraft};  // in the order of manifests
+                                    kVerify, kVerifyPlain, kDraft};
 constexpr int64_t kPast = -1;  // in a shape: the number of rows that the graph is shown
 
 constexpr int64_t bytes_of(Type type) { return type == kHalf ? 2 : 4; }
@@ -41,7 +47,8 @@ struct TensorSpec {
 
 struct Function {
   std::string name;
-  std::vector<TensorSpec> inputs, outputs;
+  std::vector<TensorSpec> inputs;
+  std::vector<TensorSpec> outputs;
 
   // How many rows of the cache it returns, in its last output.
   int64_t rows() const { return outputs.back().name == kRows ? outputs.back().shape[1] : 0; }
@@ -51,22 +58,34 @@ struct Function {
   }
 };
 
-// `emitted`: the most tokens of a step. `hidden`: elements of a state, 0 without functions for
-// hosts that choose tokens. `few`: drafts that a short step verifies, 0 without it.
 struct Geometry {
-  int64_t layers, width, vocab, gamma, k, context, chunk, hidden, few, emitted;
-  Type type;  // of the cache
-  std::vector<Shape>
-      nodes;  // of the tree: the ranks of the drafts on the way to each, the root first
+  int64_t layers;
+  int64_t width;  // elements of a row of the cache
+  int64_t vocab;
+  int64_t gamma;
+  int64_t k;
+  int64_t context;
+  int64_t chunk;
+  int64_t hidden;   // elements of a state; 0 without functions for hosts that choose tokens
+  int64_t few;      // drafts that a short step verifies; 0 without one
+  int64_t emitted;  // the most tokens of a step
+  Type type;        // of the cache
+  // Of the tree: the ranks of the drafts on the way to each, the root first.
+  std::vector<Shape> nodes;
 
   // Throws an Error if the numbers of a manifest, whose bounds have been checked, contradict each
   // other.
   Geometry(const Json& numbers, Type cache_type) : type(cache_type) {
     const auto number = [&](const char* name) { return numbers.at(name).get<int64_t>(); };
-    layers = number("layers"), width = number("kv_heads") * number("head_dim"),
+    layers = number("layers");
+    width = number("kv_heads") * number("head_dim");
     vocab = number("vocab");
-    gamma = number("gamma"), k = number("k"), context = number("context"), chunk = number("chunk");
-    hidden = numbers.value("hidden", int64_t{0}), few = numbers.value("short", int64_t{0});
+    gamma = number("gamma");
+    k = number("k");
+    context = number("context");
+    chunk = number("chunk");
+    hidden = numbers.value("hidden", int64_t{0});
+    few = numbers.value("short", int64_t{0});
     const auto tree = numbers.at("tree").get<std::vector<Shape>>();
     std::set<Shape> known{{}};
     Shape last;
@@ -77,7 +96,8 @@ struct Geometry {
         throw Error("geometry.tree is no tree of " + std::to_string(k) +
                     " candidates in breadth-first order");
       }
-      known.insert(last = path);
+      known.insert(path);
+      last = path;
     }
     nodes = tree;
     nodes.insert(nodes.begin(), Shape());
@@ -97,13 +117,15 @@ struct Geometry {
   Function function(const std::string& name) const {
     Function made{name, {}, {}};
     const auto size = static_cast<int64_t>(nodes.size());
-    const TensorSpec root{"root", {1}, kInt32}, drafts{"drafts", {gamma, k}, kInt32},
-        length{"length", {1}, kInt32};
+    const TensorSpec root{"root", {1}, kInt32};
+    const TensorSpec drafts{"drafts", {gamma, k}, kInt32};
+    const TensorSpec length{"length", {1}, kInt32};
     const TensorSpec next{"next_drafts", {gamma, k}, kInt32};
     int64_t rows = 1;
     if (name == kStep || name == kStepShort) {
-      rows = name == kStep ? emitted : few + 1;
-      made.inputs = {root, name == kStep ? drafts : TensorSpec{"drafts", {few, k}, kInt32}, length};
+      const bool is_short = name == kStepShort;
+      rows = is_short ? few + 1 : emitted;
+      made.inputs = {root, {"drafts", {is_short ? few : gamma, k}, kInt32}, length};
       made.outputs = {{"tokens", {rows}, kInt32}, {"count", {1}, kInt32}, next};
     } else if (name == kPrefill) {
       made.inputs = {{"chunk", {chunk}, kInt32}, {"valid", {1}, kInt32}, length};
@@ -113,8 +135,11 @@ struct Geometry {
       made.inputs = {root, length};
       made.outputs = {{"tokens", {1}, kInt32}};
     } else if (name == kVerify || name == kVerifyPlain) {
-      rows = name == kVerify ? size : 1;
-      made.inputs = name == kVerify ? std::vector{root, drafts, length} : std::vector{root, length};
+      made.inputs = {root, length};
+      if (name == kVerify) {
+        rows = size;
+        made.inputs = {root, drafts, length};
+      }
       made.outputs = {{"logits", {rows, vocab}, kFloat}, {"states", {rows, hidden}, kFloat}};
     } else {
       made.inputs = {{"token", {1}, kInt32}, {"last_state", {1, hidden}, kFloat}, length};

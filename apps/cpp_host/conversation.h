@@ -43,22 +43,21 @@ class Engine {
   virtual std::unique_ptr<Callable> open(const std::string& function) = 0;
 };
 
-// `length`: committed rows; going back means lowering it. `text`: their tokens; what follows them
-// is undefined. `drafts`: what the next step verifies, `candidates` for each token; any ids may be
-// written into it. `few`: how many tokens' a short step does, 0 without one; `verified`: how many
-// the last step did. `chooser`: chooses the tokens of `step` and `plain` from logits; without one
-// the graphs do, greedily. `call_seconds`: of the calls of `step` and `plain` inside the engine.
 class Conversation {
  public:
-  const int64_t context, vocab;
-  const size_t candidates, few;
+  const int64_t context;
+  const int64_t vocab;
+  const size_t candidates;  // for each token of a draft
+  const size_t few;         // how many tokens' drafts a short step verifies; 0 without one
   const bool streams;
   const Phrases phrases;
-  int64_t length = 0;
-  size_t verified = 0;
-  Ids text, drafts;
+  int64_t length = 0;   // committed rows; going back means lowering it
+  Ids text;             // their tokens; what follows them is undefined
+  Ids drafts;           // what the next step verifies; any ids may be written into it
+  size_t verified = 0;  // how many tokens' drafts the last step verified
+  // Chooses the tokens of `step` and `plain` from logits; without one the graphs do, greedily.
   std::unique_ptr<Chooser> chooser;
-  double call_seconds = 0;
+  double call_seconds = 0;  // of the calls of `step` and `plain` inside the engine
 
   // `engine`: must outlive it.
   explicit Conversation(Engine& engine)
@@ -113,7 +112,8 @@ class Conversation {
   // The tokens after `last`: the accepted drafts and the token after them. Sets `drafts`. `brief`:
   // verifies the first ones only, where the graphs choose.
   Ids step(int32_t last, bool brief = false) {
-    Callable& step = function(chooser ? kVerify : brief ? kStepShort : kStep);
+    const char* name = brief ? kStepShort : kStep;
+    Callable& step = function(chooser ? kVerify : name);
     Ids& first_drafts = step.ids["drafts"];
     std::copy_n(drafts.begin(), first_drafts.size(), first_drafts.begin());
     verified = first_drafts.size() / candidates;
@@ -129,8 +129,12 @@ class Conversation {
   Ids plain(int32_t last) {
     Callable& plain = function(chooser ? kVerifyPlain : kPlain);
     call(plain, last);
-    const Ids tokens =
-        chooser ? Ids{(*chooser)(plain.floats["logits"].data())} : plain.ids["tokens"];
+    Ids tokens;
+    if (chooser) {
+      tokens = {(*chooser)(plain.floats["logits"].data())};
+    } else {
+      tokens = plain.ids["tokens"];
+    }
     keep(plain, tokens, {0});
     return tokens;
   }
@@ -138,9 +142,11 @@ class Conversation {
   // Drafts a token `depth` places after the next one; the candidate that it replaces becomes the
   // next best.
   void propose(size_t depth, int32_t token) {
-    const auto begin = drafts.begin() + depth * candidates, end = begin + candidates;
-    const auto place = std::find(begin, end, token);
-    std::copy_backward(begin, place == end ? end - 1 : place, place == end ? end : place + 1);
+    const auto begin = drafts.begin() + depth * candidates;
+    const auto end = begin + candidates;
+    auto place = std::find(begin, end, token);
+    if (place == end) --place;  // the last candidate makes room
+    std::copy_backward(begin, place, place + 1);
     *begin = token;
   }
 
@@ -168,8 +174,9 @@ class Conversation {
   static std::pair<Ids, Ids> accepted(Callable& step) {
     Ids tokens = step.ids["tokens"];
     const int32_t count = step.ids["count"][0];
-    if (count < 1 || count > static_cast<int32_t>(tokens.size()))
+    if (count < 1 || count > static_cast<int32_t>(tokens.size())) {
       throw Error("a graph returned an impossible count");
+    }
     tokens.resize(count);
     return {first(count), tokens};
   }
@@ -177,7 +184,8 @@ class Conversation {
   // The path through the tree of drafts from the root, and the tokens after its nodes: a child that
   // holds the chosen token is entered, the lowest node first; where none does, the path ends.
   std::pair<Ids, Ids> walk(Callable& verified) {
-    Ids path{0}, tokens;
+    Ids path{0};
+    Ids tokens;
     for (;;) {
       const Shape& ranks = nodes_[path.back()];
       const int32_t token = (*chooser)(verified.floats["logits"].data() + path.back() * vocab);
@@ -210,8 +218,9 @@ class Conversation {
   void keep(Callable& function, const Ids& tokens, const Ids& nodes) {
     const auto found = function.ids.find("next_drafts");
     const Ids* next = found == function.ids.end() ? nullptr : &found->second;
-    if (!knows(tokens) || (next && !knows(*next)))
+    if (!knows(tokens) || (next && !knows(*next))) {
       throw Error("a graph returned a token that the model does not have");
+    }
     if (next && next->size() == drafts.size()) drafts = *next;
     function.commit(length, nodes);
   }

@@ -18,11 +18,12 @@ inline Mode possible(Mode wanted, bool has_step, bool has_plain) {
 
 // The functions that answers in a mode call, if the engine has them.
 inline std::vector<const char*> functions_for(Mode mode, bool chooses) {
+  const bool steps = mode != Mode::kPlain;
+  const bool plainly = mode == Mode::kPlain || mode == Mode::kAdaptive;
   std::vector<const char*> found{kPrefill};
-  if (mode != Mode::kPlain)
-    found.insert(found.end(), {chooses ? kVerify : kStep, chooses ? kDraft : kStep});
-  if (mode == Mode::kPlain || mode == Mode::kAdaptive)
-    found.push_back(chooses ? kVerifyPlain : kPlain);
+  if (steps) found.push_back(chooses ? kVerify : kStep);
+  if (steps && chooses) found.push_back(kDraft);
+  if (plainly) found.push_back(chooses ? kVerifyPlain : kPlain);
   if (mode == Mode::kAdaptive && !chooses) found.push_back(kStepShort);
   return found;
 }
@@ -49,31 +50,39 @@ inline Ids begin(Conversation& conversation, Adaptive& adaptive, Mode mode, cons
 
 // What decoding took, without the first tokens of answers. `call_seconds`: inside the engine.
 struct Statistics {
-  size_t tokens = 0, calls = 0;
-  double seconds = 0, call_seconds = 0;
+  size_t tokens = 0;
+  size_t calls = 0;
+  double seconds = 0;
+  double call_seconds = 0;
 };
 
 // The answer to a prompt, its stop token included. What the prompt begins with and the cache holds
 // is not computed again.
 inline Ids decode(Conversation& conversation, Adaptive& adaptive, Mode mode, const Ids& prompt,
                   const Ids& stops, int64_t max_tokens, Statistics& statistics) {
-  Ids answer, run = begin(conversation, adaptive, mode, prompt);
   const auto start = static_cast<int64_t>(prompt.size());
-  run.resize(std::min<size_t>(run.size(), std::min(max_tokens, conversation.context - start + 1)));
-  const double begun = now(), calls = conversation.call_seconds;
-  for (size_t before = 0;; before = answer.size(), ++statistics.calls) {
-    const auto stop = std::find_first_of(run.begin(), run.end(), stops.begin(), stops.end());
-    answer.insert(answer.end(), run.begin(), stop == run.end() ? stop : stop + 1);
-    if (before) statistics.tokens += answer.size() - before;
-    const auto emitted = static_cast<int64_t>(answer.size());
-    conversation.length =
-        start + emitted - 1;  // the next call overwrites the rows of tokens that do not count
-    const int64_t room = std::min(max_tokens - emitted, conversation.context - conversation.length);
-    if (stop != run.end() || room <= 0) break;
-    run = advance(conversation, adaptive, mode, answer.back());
+  int64_t room = std::min(max_tokens, conversation.context - start + 1);
+  Ids run = begin(conversation, adaptive, mode, prompt);
+  Ids answer;
+  size_t first = 0;  // tokens of the first run
+  const double begun = now();
+  const double call_seconds = conversation.call_seconds;
+  while (true) {
     run.resize(std::min<size_t>(run.size(), room));
+    const auto stop = std::find_first_of(run.begin(), run.end(), stops.begin(), stops.end());
+    const bool stopped = stop != run.end();
+    answer.insert(answer.end(), run.begin(), stopped ? stop + 1 : stop);
+    if (first == 0) first = answer.size();
+    const auto emitted = static_cast<int64_t>(answer.size());
+    // The next call overwrites the rows of tokens that do not count.
+    conversation.length = start + emitted - 1;
+    room = std::min(max_tokens - emitted, conversation.context - conversation.length);
+    if (stopped || room <= 0) break;
+    run = advance(conversation, adaptive, mode, answer.back());
+    ++statistics.calls;
   }
+  statistics.tokens += answer.size() - first;
   statistics.seconds += now() - begun;
-  statistics.call_seconds += conversation.call_seconds - calls;
+  statistics.call_seconds += conversation.call_seconds - call_seconds;
   return answer;
 }

@@ -60,13 +60,16 @@ inline void give_back([[maybe_unused]] const fs::path& folder) {
 #ifdef __linux__
   const fs::path where = fs::canonical(folder);
   std::ifstream mappings("/proc/self/smaps");
-  uintptr_t start = 0, end = 0;
+  uintptr_t start = 0;
+  uintptr_t end = 0;
   bool inside = false;
   for (std::string line; std::getline(mappings, line);) {
-    unsigned long from = 0, to = 0;
+    unsigned long from = 0;
+    unsigned long to = 0;
     int path = 0;
     if (std::sscanf(line.c_str(), "%lx-%lx %*s %*s %*s %*s %n", &from, &to, &path) == 2 && path) {
-      start = from, end = to;
+      start = from;
+      end = to;
       inside = fs::path(line.substr(path)).parent_path() == where;
     } else if (inside && line.rfind("Anonymous:", 0) == 0 &&
                line.find(" 0 kB") != std::string::npos) {
@@ -80,7 +83,8 @@ inline void give_back([[maybe_unused]] const fs::path& folder) {
 // of kernels, if it has any; then these have threads of their own, the same for all graphs.
 struct Options {
   int threads = 0;
-  bool kernels = kKernels, quantized = false;
+  bool kernels = kKernels;
+  bool quantized = false;
 };
 
 // Memory that is zero, which the system gives when it is first written. Throws an Error if there is
@@ -88,8 +92,9 @@ struct Options {
 class Zeros {
  public:
   explicit Zeros(int64_t size) : memory_(std::calloc(std::max<int64_t>(size, 1), 1), std::free) {
-    if (!memory_)
+    if (!memory_) {
       throw Error("no memory for a KV cache or its rows of " + std::to_string(size) + " bytes");
+    }
   }
 
   char* data() const { return static_cast<char*>(memory_.get()); }
@@ -102,7 +107,9 @@ class Zeros {
 // of its values, .. The host copies rows and never reads them, so it needs only their size in
 // bytes.
 struct Cache {
-  int64_t arrays, capacity, row_bytes;
+  int64_t arrays;
+  int64_t capacity;
+  int64_t row_bytes;
   Zeros memory{arrays * capacity * row_bytes};
 
   char* row(int64_t array, int64_t at) {
@@ -143,13 +150,13 @@ class Graph : public Callable {
     }
 #endif
     check(ort.SetIntraOpNumThreads(settings.get(), crew ? 1 : options.threads));
-    check(ort.AddSessionConfigEntry(settings.get(), "session.force_spinning_stop",
-                                    "1"));  // after each call
+    // After each call.
+    check(ort.AddSessionConfigEntry(settings.get(), "session.force_spinning_stop", "1"));
     session_ = make(ort.ReleaseSession, ort.CreateSession, environment.get(), file.c_str(),
                     settings.get());
     give_back(file.parent_path());
-    if (options.kernels && attention() == "TreeAttention")
-      lanes_ = 1;  // its sums leave out masked rows
+    // The sums of ours leave out masked rows.
+    if (options.kernels && attention() == "TreeAttention") lanes_ = 1;
     compare(function_.inputs, ort.SessionGetInputCount, ort.SessionGetInputName,
             ort.SessionGetInputTypeInfo);
     compare(function_.outputs, ort.SessionGetOutputCount, ort.SessionGetOutputName,
@@ -157,7 +164,8 @@ class Graph : public Callable {
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
       for (const TensorSpec& tensor : *tensors) {
         if (tensor.type == kInt32) {
-          ids[tensor.name].reserve(1);  // a model that drafts nothing still has a tensor for drafts
+          // A model that drafts nothing still has a tensor for drafts.
+          ids[tensor.name].reserve(1);
           ids[tensor.name].resize(elements(tensor.shape));
         } else if (!of_cache(tensor)) {
           floats[tensor.name].resize(elements(tensor.shape));
@@ -170,20 +178,24 @@ class Graph : public Callable {
     ids["length"][0] = static_cast<int32_t>(length);
     const int64_t shown = cache_.visible(length, lanes_);
     if (shown != shown_) bind(shown);
-    const size_t n = function_.inputs.size(), outputs = function_.outputs.size();
-    check(api().Run(session_.get(), nullptr, names_.data(), given_.data(), n, &names_[n], outputs,
-                    &given_[n]));
+    const size_t inputs = function_.inputs.size();
+    const size_t outputs = function_.outputs.size();
+    check(api().Run(session_.get(), nullptr, names_.data(), given_.data(), inputs, &names_[inputs],
+                    outputs, &given_[inputs]));
   }
 
   void commit(int64_t length, const Ids& nodes) override {
     const int64_t written = function_.rows();
-    if (nodes.empty() || nodes.back() >= written)
+    if (nodes.empty() || nodes.back() >= written) {
       throw Error(file_ + ": the graph returned too few rows");
+    }
     for (int64_t array = 0; array < cache_.arrays; ++array) {
       for (size_t at = 0; at < nodes.size();) {  // neighbours together
         size_t run = 1;
-        while (at + run < nodes.size() && nodes[at + run] == nodes[at] + static_cast<int32_t>(run))
+        while (at + run < nodes.size() &&
+               nodes[at + run] == nodes[at] + static_cast<int32_t>(run)) {
           ++run;
+        }
         const char* rows = rows_.data() + (array * written + nodes[at]) * cache_.row_bytes;
         std::copy_n(rows, run * cache_.row_bytes, cache_.row(array, length + at));
         at += run;
@@ -208,14 +220,20 @@ class Graph : public Callable {
   // Tensors on the memory of the cache's first `shown` rows and of all else, none of which ever
   // moves.
   void bind(int64_t shown) {
-    values_.clear(), given_.clear(), names_.clear();
+    values_.clear();
+    given_.clear();
+    names_.clear();
     int64_t array = 0;
     for (const auto* tensors : {&function_.inputs, &function_.outputs}) {
       for (const TensorSpec& tensor : *tensors) {
-        values_.push_back(tensor.shape[0] == kPast
-                              ? view(cache_.row(array++, 0), shown * cache_.row_bytes,
-                                     {shown, tensor.shape[1]}, tensor.type)
-                              : view(place(tensor), bytes(tensor), tensor.shape, tensor.type));
+        if (tensor.shape[0] == kPast) {
+          const Shape shape{shown, tensor.shape[1]};
+          values_.push_back(
+              view(cache_.row(array, 0), shown * cache_.row_bytes, shape, tensor.type));
+          ++array;
+        } else {
+          values_.push_back(view(place(tensor), bytes(tensor), tensor.shape, tensor.type));
+        }
         given_.push_back(values_.back().get());
         names_.push_back(tensor.name.c_str());
       }
@@ -263,8 +281,9 @@ class Graph : public Callable {
       }
       waiting.erase(found);
     }
-    if (!waiting.empty())
+    if (!waiting.empty()) {
       throw Error(file_ + ": the graph has no tensor " + safe(waiting.begin()->first));
+    }
   }
 
   static bool fits(const TensorSpec& tensor, const OrtTypeInfo* info) {
@@ -287,7 +306,8 @@ class Graph : public Callable {
   Function function_;
   Zeros rows_;  // keys and values of the new rows, if it returns any
   Owned<OrtSession> session_{nullptr, api().ReleaseSession};
-  int64_t lanes_ = 16, shown_ = -1;
+  int64_t lanes_ = 16;                   // in which its sums over rows run
+  int64_t shown_ = -1;                   // rows of the cache that are bound
   std::vector<Owned<OrtValue>> values_;  // what `Run` takes
   std::vector<OrtValue*> given_;
   std::vector<const char*> names_;

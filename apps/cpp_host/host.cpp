@@ -13,10 +13,9 @@ Ids parse(const Conversation& conversation, const std::string& line) {
                 ", separated by spaces");
   }
   if (static_cast<int64_t>(prompt.size()) > conversation.context) {
-    const std::string size = std::to_string(prompt.size()),
-                      context = std::to_string(conversation.context);
-    throw Error("the prompt has " + size + " tokens, the bundle was exported for a context of " +
-                context);
+    throw Error("the prompt has " + std::to_string(prompt.size()) +
+                " tokens, the bundle was exported for a context of " +
+                std::to_string(conversation.context));
   }
   return prompt;
 }
@@ -31,12 +30,15 @@ int main(int argc, char** argv) try {
   if (asked.sampling.empty() && !asked.recommended && bundle.recommends()) {
     std::cerr << "host: the model recommends sampling; --sample does so\n";
   }
-  if (chooses && !bundle.has(kVerifyPlain))
+  if (chooses && !bundle.has(kVerifyPlain)) {
     throw Error("the bundle chooses tokens greedily; to sample, export it with --choose host");
-  const Mode mode = chooses ? possible(asked.mode, bundle.has(kVerify), true)
-                            : possible(asked.mode, bundle.has(kStep), bundle.has(kPlain));
-  if (chooses && mode == Mode::kPlainStep)
+  }
+  const bool steps = bundle.has(chooses ? kVerify : kStep);
+  const bool plainly = bundle.has(chooses ? kVerifyPlain : kPlain);
+  const Mode mode = possible(asked.mode, steps, plainly);
+  if (chooses && mode == Mode::kPlainStep) {
     throw Error("--plain-step takes the graph's own tokens; with sampling choose --plain");
+  }
   GraphEngine engine(bundle, {asked.threads, asked.kernels, bundle.quantized()});
   Conversation conversation(engine);
   for (const char* function : functions_for(mode, chooses)) {
@@ -45,14 +47,14 @@ int main(int argc, char** argv) try {
   Adaptive adaptive;
   Statistics all;
   for (std::string line; std::getline(std::cin, line);) {
-    if (line.find_first_not_of(" \t\r") ==
-        std::string::npos) {  // answered by an empty line, so that lines still match
-      std::cout << std::endl;
+    if (line.find_first_not_of(" \t\r") == std::string::npos) {
+      std::cout << std::endl;  // so that lines still match
       continue;
     }
     const Ids prompt = parse(conversation, line);
-    if (chooses)
+    if (chooses) {
       conversation.chooser = std::make_unique<Chooser>(sampling, prompt, stops, conversation.vocab);
+    }
     const Ids answer = decode(conversation, adaptive, mode, prompt, stops, asked.max_tokens, all);
     std::copy(answer.begin(), answer.end() - 1, std::ostream_iterator<int32_t>(std::cout, " "));
     if (!(std::cout << answer.back() << std::endl)) throw Error("the answers cannot be written");
@@ -63,8 +65,8 @@ int main(int argc, char** argv) try {
             << " per call, of which the host takes " << 1e6 * host << " us\n";
 } catch (const std::exception& error) {
   std::string text = std::string(error.what()).substr(0, 1000);  // it may quote a bundle
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 127; }, ' ');
+  const auto controls = [](unsigned char c) { return c < ' ' || c == 127; };
+  std::replace_if(text.begin(), text.end(), controls, ' ');
   std::cerr << "host: " << text << '\n';
   return 2;
 }

@@ -10,8 +10,10 @@
 // recommends.
 struct Asked {
   Mode mode = Mode::kAdaptive;
-  bool kernels = kKernels, recommended = false;
-  int max_tokens = 256, threads = 0;
+  bool kernels = kKernels;
+  bool recommended = false;
+  int max_tokens = 256;
+  int threads = 0;
   Json sampling = Json::object();
 
   Sampling sampling_of(const Bundle& bundle) const {
@@ -60,12 +62,11 @@ class Arguments {
   static Error usage() {
     return Error(
         "expected BUNDLE [--plain | --plain-step | --speculative] [--no-kernels] [--max-tokens N] "
-        "[--threads N], and for bundles that were "
-        "exported with --choose host [--sample] [--temperature X] [--top-k N] [--top-p X] [--min-p "
-        "X] [--typical-p X] "
+        "[--threads N], and for bundles that were exported with --choose host "
+        "[--sample] [--temperature X] [--top-k N] [--top-p X] [--min-p X] [--typical-p X] "
         "[--repetition-penalty X] [--presence-penalty X] [--frequency-penalty X] "
-        "[--no-repeat-ngram-size N] [--min-new-tokens N] "
-        "[--min-length N] [--logit-bias ID=X].. [--seed N]");
+        "[--no-repeat-ngram-size N] [--min-new-tokens N] [--min-length N] "
+        "[--logit-bias ID=X].. [--seed N]");
   }
 
  private:
@@ -87,13 +88,16 @@ class Arguments {
       asked.sampling[field] = whole<uint64_t>(name, text, 0, std::numeric_limits<uint64_t>::max());
     } else if (name == "--logit-bias") {
       const size_t sign = text.find('=');
-      if (sign == std::string::npos)
+      if (sign == std::string::npos) {
         throw Error(name + " is " + safe(text) + ", expected ID=X, a token id and a number");
+      }
       const double bias = number(name, text.substr(sign + 1));
-      if (std::isnan(bias))
+      if (std::isnan(bias)) {
         throw Error(name + " is " + safe(text) + ", expected a number after the =");
-      asked.sampling[field][std::to_string(whole<int32_t>(
-          name, text.substr(0, sign), 0, std::numeric_limits<int32_t>::max()))] = bias;
+      }
+      constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+      const auto token = whole<int32_t>(name, text.substr(0, sign), 0, kMost);
+      asked.sampling[field][std::to_string(token)] = bias;
     } else {
       throw usage();
     }

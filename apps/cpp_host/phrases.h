@@ -27,16 +27,18 @@ class Phrases {
       state = (state ^ static_cast<uint32_t>(text[text.size() - length])) * 0x01000193u;
       state ^= state >> 15;
       if (length < kFewest) continue;
-      const uint32_t entry = entries_[state & (entries_.size() - 1)], check = state * 0x9E3779B1u;
+      const uint32_t entry = entries_[state & (entries_.size() - 1)];
+      const uint32_t check = state * 0x9E3779B1u;
       const int64_t token = int64_t{entry & ((1u << bits_) - 1)} - 1;
-      if (token >= 0 && token < vocab_ && entry >> bits_ == check >> bits_)
-        found = static_cast<int32_t>(token);
+      const bool known = token >= 0 && token < vocab_;
+      if (known && entry >> bits_ == check >> bits_) found = static_cast<int32_t>(token);
     }
     return found;
   }
 
  private:
-  static constexpr size_t kFewest = 2, kMost = 4;
+  static constexpr size_t kFewest = 2;
+  static constexpr size_t kMost = 4;
   std::vector<uint32_t> entries_;
   int64_t vocab_ = 0;
   int bits_ = 0;  // of an entry: its token

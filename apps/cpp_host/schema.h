@@ -28,14 +28,17 @@ inline Json parse_strict(const std::string& text, const std::string& where) {
     if (event == Json::parse_event_t::key && !seen.back().insert(value).second) {
       throw Error(where + ": key " + safe(value) + " appears twice in one object");
     }
-    if (depth > kMostLevels)
+    if (depth > kMostLevels) {
       throw Error(where + ": nested deeper than " + std::to_string(kMostLevels) + " levels");
+    }
     return true;
   };
-  if (!text.empty() && text[0] == '\xEF')
+  if (!text.empty() && text[0] == '\xEF') {
     throw Error(where + ": not JSON: it begins with a byte order mark");
-  if (text.find('\0') != std::string::npos)
+  }
+  if (text.find('\0') != std::string::npos) {
     throw Error(where + ": not JSON: it has a NUL character");
+  }
   try {
     return Json::parse(text, watch);
   } catch (const Json::exception&) {  // its text quotes what it could not read
@@ -106,17 +109,21 @@ class Pattern {
 
   std::pair<size_t, size_t> repeats(size_t& at) const {
     const char kind = at < pattern_.size() ? pattern_[at] : '\0';
-    if (kind == '?' || kind == '*')
-      return ++at, std::make_pair(size_t{0}, kind == '?' ? 1 : text_.size());
+    if (kind == '?' || kind == '*') {
+      ++at;
+      return {0, kind == '?' ? 1 : text_.size()};
+    }
     if (kind != '{') return {1, 1};
     size_t used = 0;
-    const size_t least = std::stoul(pattern_.substr(at + 1), &used), comma = at + 1 + used;
+    const size_t least = std::stoul(pattern_.substr(at + 1), &used);
+    const size_t comma = at + 1 + used;
     const size_t most = pattern_[comma] == ',' ? std::stoul(pattern_.substr(comma + 1)) : least;
     at = pattern_.find('}', at) + 1;
     return {least, most};
   }
 
-  const std::string &pattern_, &text_;
+  const std::string& pattern_;
+  const std::string& text_;
 };
 
 // Checks values against a schema.
@@ -174,8 +181,9 @@ class Schema {
     }
     if (!schema.contains("pattern")) return;
     const std::string& pattern = schema["pattern"].get_ref<const std::string&>();
-    if (!Pattern::matches(pattern, text))
+    if (!Pattern::matches(pattern, text)) {
       throw Error(place + " is " + safe(text) + ", expected " + pattern);
+    }
   }
 
   void check_members(const Json& value, const Json& schema, const std::string& place) const {
@@ -191,8 +199,9 @@ class Schema {
     for (const auto& [key, item] : value.items()) {
       if (schema.contains("propertyNames")) check(key, schema["propertyNames"], place + ": a name");
       const std::string inside = place + '[' + safe(key) + ']';
-      if (others.is_boolean() && !others && !properties.contains(key))
+      if (others.is_boolean() && !others && !properties.contains(key)) {
         throw Error(inside + " is an unknown key");
+      }
       check(item, properties.contains(key) ? properties[key] : others, inside);
     }
   }
@@ -208,13 +217,13 @@ class Schema {
 
   // A number with a fraction or an exponent is no integer.
   static bool is_a(const Json& value, const std::string& type) {
-    return type == "null"      ? value.is_null()
-           : type == "boolean" ? value.is_boolean()
-           : type == "integer" ? value.is_number_integer()
-           : type == "number"  ? value.is_number()
-           : type == "string"  ? value.is_string()
-           : type == "array"   ? value.is_array()
-                               : value.is_object();
+    if (type == "null") return value.is_null();
+    if (type == "boolean") return value.is_boolean();
+    if (type == "integer") return value.is_number_integer();
+    if (type == "number") return value.is_number();
+    if (type == "string") return value.is_string();
+    if (type == "array") return value.is_array();
+    return value.is_object();
   }
 
   const Json root_;

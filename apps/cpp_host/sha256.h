@@ -18,7 +18,8 @@ class Sha256 {
   // The digest as lowercase hexadecimal digits. Ends the stream.
   std::string digits() {
     const uint64_t bits = 8 * count_;
-    const unsigned char one = 0x80, zero = 0;
+    const unsigned char one = 0x80;
+    const unsigned char zero = 0;
     update(&one, 1);
     while (count_ % 64 != 56) update(&zero, 1);
     for (int shift = 56; shift >= 0; shift -= 8) {
@@ -42,7 +43,8 @@ class Sha256 {
              block_[4 * i + 3];
     }
     for (int i = 16; i < 64; ++i) {
-      const uint32_t x = w[i - 15], y = w[i - 2];
+      const uint32_t x = w[i - 15];
+      const uint32_t y = w[i - 2];
       w[i] = w[i - 16] + (rotated(x, 7) ^ rotated(x, 18) ^ x >> 3) + w[i - 7] +
              (rotated(y, 17) ^ rotated(y, 19) ^ y >> 10);
     }
@@ -52,7 +54,14 @@ class Sha256 {
                          ((e & f) ^ (~e & g)) + kConstants[i] + w[i];
       const uint32_t u =
           (rotated(a, 2) ^ rotated(a, 13) ^ rotated(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
-      h = g, g = f, f = e, e = d + t, d = c, c = b, b = a, a = t + u;
+      h = g;
+      g = f;
+      f = e;
+      e = d + t;
+      d = c;
+      c = b;
+      b = a;
+      a = t + u;
     }
     const std::array<uint32_t, 8> added{a, b, c, d, e, f, g, h};
     for (size_t i = 0; i < state_.size(); ++i) state_[i] += added[i];

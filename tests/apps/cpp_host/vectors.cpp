@@ -16,7 +16,9 @@ std::vector<float> logits_of(int64_t vocab, uint32_t step) { return row_of(vocab
 // positions of each, the least of five times. Log-probabilities are computed first where they are
 // asked for.
 Json times_of_choices(const char* file, const Json& asked) {
-  constexpr int64_t kVocab = 49152, kPositions = 10, kTimes = 5;
+  constexpr int64_t kVocab = 49152;
+  constexpr int64_t kPositions = 10;
+  constexpr int kTimes = 5;
   std::ifstream stream(file, std::ios::binary);
   const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
   const Sampling sampling = sampling_of(asked);
@@ -41,8 +43,10 @@ Json times_of_choices(const char* file, const Json& asked) {
 }
 
 int main(int argc, char** argv) try {
-  if (argc == 4 && argv[1] == std::string("--time"))
-    return std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n', 0;
+  if (argc == 4 && argv[1] == std::string("--time")) {
+    std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n';
+    return 0;
+  }
   std::ifstream stream(argv[1]);
   const Json vectors = Json::parse(stream);
   if (vectors.contains("sessions")) {
@@ -50,10 +54,13 @@ int main(int argc, char** argv) try {
     std::cout << wrong << " of " << vectors.at("sessions").size() << " sessions differ\n";
     return wrong > 0;
   }
-  int wrong = 0, cases = 0;
+  int wrong = 0;
+  int cases = 0;
   const auto expect = [&](bool right, const Json& given) {
     ++cases;
-    if (!right) ++wrong, std::cout << given.dump() << '\n';
+    if (right) return;
+    ++wrong;
+    std::cout << given.dump() << '\n';
   };
   for (const Json& given : vectors.at("philox")) {
     const auto words = philox(given.at("number"), given.at("position"), given.at("kind"),
@@ -65,7 +72,8 @@ int main(int argc, char** argv) try {
     noise.at(std::stoull(given.at("seed").get<std::string>()), given.at("position"),
              given.at("ids").back().get<int64_t>() + 1);
     for (size_t i = 0; i < given.at("ids").size(); ++i) {
-      const double wanted = given.at("noise")[i], found = noise.of(given.at("ids")[i]);
+      const double wanted = given.at("noise")[i];
+      const double found = noise.of(given.at("ids")[i]);
       expect(std::abs(found - wanted) <= 1e-14 * std::max(1.0, std::abs(wanted)), given);
     }
   }
