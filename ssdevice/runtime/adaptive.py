@@ -122,9 +122,8 @@ class Adaptive:
         start = self._clock()
         tokens = self._step_once(conversation, last)
         if not tokens:
-            self._steps = min(
-                self._steps, 1
-            )  # the plain call that follows measures as a probe does
+            # The plain call that follows measures as a probe does.
+            self._steps = min(self._steps, 1)
             return tokens
         drafts = len(conversation.verified)
         self._time(drafts, start)

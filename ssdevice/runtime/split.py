@@ -380,8 +380,8 @@ class SplitCache(Cache):
             self.text[length:] = self.inputs[contract.ROOT].tolist()
             guesses = drafts[: self.geometry.context - len(self.text), 0].tolist()
         else:
-            count = self.inputs[contract.VALID].item()
-            self.text[length:] = self.inputs[contract.CHUNK][:count].tolist()
+            given = self.inputs[contract.VALID].item()
+            self.text[length:] = self.inputs[contract.CHUNK][:given].tolist()
         self.held = min(self.held, length)
         tokens = self.link.verify(self.client, self.text, self.held, guesses)
         after = np.zeros_like(drafts)
@@ -396,11 +396,10 @@ class SplitCache(Cache):
             after[: len(own), 0] = own
         self.native_seconds = self.mine.cache.native_seconds
         found = np.array(tokens, np.int32)
-        count = np.array([len(tokens)])
         return {
             contract.NEXT_ROOT: found,
             contract.TOKENS: found,
-            contract.COUNT: count,
+            contract.COUNT: np.array([len(tokens)]),
             contract.NEXT_DRAFTS: after,
         }
 

@@ -130,15 +130,10 @@ def test_tokens_are_those_of_python(
     def prompts(session: Session) -> Prompts:
         geometry = session.engine.geometry
         random = Random(0)
-        sizes = [
-            1,
-            geometry.chunk,
-            geometry.chunk + 1,
-            geometry.context - 1,
-            geometry.context,
-        ]  # and some at random
-        sizes += [random.randint(1, geometry.context) for _ in range(PROMPTS - len(sizes))]
-        return [[random.randrange(1, geometry.vocab) for _ in range(size)] for size in sizes]
+        sizes = [1, geometry.chunk, geometry.chunk + 1, geometry.context - 1, geometry.context]
+        while len(sizes) < PROMPTS:
+            sizes.append(random.randint(1, geometry.context))
+        return [random.choices(range(1, geometry.vocab), k=size) for size in sizes]
 
     bundle = tiny.tiny_bundle(quant)
     assert bundle.manifest.cache_dtype is dtype

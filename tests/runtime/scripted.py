@@ -1,5 +1,6 @@
-"""A target without a model: the next token is a hash of the committed rows, so a wrong row changes
-every answer.
+"""A target without a model.
+
+The next token is a hash of the committed rows, so a wrong row changes every answer.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class ScriptedCache(Cache):
         slots = [last, *self.inputs[DRAFTS][: geometry.gamma].reshape(-1).tolist()]
         tokens = [slots[slot] for slot in tree.draft_indices(geometry.k)]
         past = self.held[: self.length].tolist()
-        paths = [[tokens[node] for node in dict.fromkeys(row)] for row in tree.path_table]
+        paths = list[list[int]]()
+        for row in tree.path_table:
+            paths.append([tokens[node] for node in dict.fromkeys(row)])
         predicted = [next_token([*past, *path], geometry.vocab) for path in paths]
         stands = [True] * tree.size
         for node in range(1, tree.size):

@@ -70,12 +70,39 @@ def test_a_restored_conversation_computes_only_what_the_cache_does_not_hold() ->
     "".join(session.chat(messages=[*before, USER], max_tokens=9))
     assert sum(chunks) > 40
     kept = session.messages
-    _ = chunks.clear()
+    chunks.clear()
     "".join(session.chat(messages=[*kept, {"role": "user", "content": "b"}], max_tokens=9))
     assert sum(chunks) < 10
     chunks.clear()
     "".join(session.chat(messages=[*kept[:-1]], max_tokens=9))
     assert sum(chunks) == 1
+
+
+def test_messages_that_are_set_are_the_conversation_from_then_on() -> None:
+    session = make_session(TREE)
+    "".join(session.chat("something else", max_tokens=5))
+    late = session.chat("b", max_tokens=5)
+    running = session.chat("c", max_tokens=20)
+    next(running)
+    session.messages = [SYSTEM, USER, ANSWER]
+    for answer in (late, running):
+        with pytest.raises(InputError, match="ended by a newer one, by reset"):
+            next(answer)
+    assert session.messages == [SYSTEM, USER, ANSWER]
+    text = "".join(session.chat("b", max_tokens=9))
+    written = "<system>Be brief.</s><user>hello</s><assistant>yes</s><user>b</s><assistant>"
+    assert text == truth(session, written, 9)
+    before = session.messages
+    for wrong, words in (
+        ([USER], "messages ends with 'user'; the last one must be of role system or assistant"),
+        ([ANSWER], "role 'assistant' cannot be the first"),
+        ("hello", "messages is str .*, expected a list of objects"),
+    ):
+        with pytest.raises(InputError, match=words):
+            session.messages = wrong  # type: ignore[assignment]
+    assert session.messages == before
+    session.messages = []
+    assert "".join(session.chat("b", max_tokens=9)) == truth(session, "<user>b</s><assistant>", 9)
 
 
 def test_the_system_message_can_be_given_apart_and_changed() -> None:
@@ -206,9 +233,8 @@ def test_arguments_that_do_not_fit_are_refused(given: dict[str, Any], expected: 
 
 def test_tools_and_template_arguments_last_as_long_as_the_conversation() -> None:
     session = make_session(TREE)
-    template = (
-        "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ TEMPLATE }}{% if think is false %}quick{% endif %}"
-    ).replace("{{ TEMPLATE }}", TEMPLATE)
+    names = "{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+    template = names + TEMPLATE + "{% if think is false %}quick{% endif %}"
     format_ = ChatFormat(template, {"eos_token": "</s>"}, (0,)).framed()
     session.tokenizer = ChatTokenizer(session.tokenizer.tokenizer, format_)
     text = "".join(

@@ -73,7 +73,8 @@ def test_impossible_outputs_are_refused_and_not_committed(
 ) -> None:
     made, cache = conversation()
     made.prefill([4, 5])
-    made.length, drafts = 2, made.drafts.copy()
+    made.length = 2
+    drafts = made.drafts.copy()
     cache.committed.clear()
     cache.lies = lies
     with pytest.raises(BundleError, match=f"scripted: {message}"):

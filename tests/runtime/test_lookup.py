@@ -119,7 +119,7 @@ def test_going_back_in_the_text_is_no_error(turning: None) -> None:
 
 
 def test_lookup_rests_while_streams_are_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three words at random the last three say nothing, and the drafter knows which comes next."""
+    """The last three of random words say nothing, and the drafter knows which word comes next."""
     engine = ScriptedEngine(
         make_geometry(Tree.chain(1), vocab=3, context=3000), random_drafter(0, 1.0)
     )
@@ -157,9 +157,8 @@ def test_without_streams_a_text_that_does_not_repeat_itself_is_decoded_plainly(
     conversation.prefill([0])
     conversation.length = 1
     assert not lookup(conversation, TURN[1]) and not conversation.cache.steps
-    adaptive = Adaptive(
-        LookupOnly(), clock=iter(range(1000)).__next__
-    )  # all calls take the same time
+    # All calls take the same time.
+    adaptive = Adaptive(LookupOnly(), clock=iter(range(1000)).__next__)
     sizes = [len(run) for run in runs(engine, adaptive, [0], 60)]
     assert set(sizes[: len(TURN)]) == {1} and 4 in sizes
     assert sum(size > 1 for size in sizes) > sizes[len(TURN) :].count(1)

@@ -46,9 +46,17 @@ def longest(known: dict[tuple[int, ...], int], text: Sequence[int]) -> int | Non
 def answers(seed: int, words: int) -> list[Sample]:
     """Rows that say some sentences again and again."""
     draw = Random(seed)
-    sentences = [[draw.randrange(VOCAB) for _ in range(draw.randrange(2, 9))] for _ in range(words)]
-    texts = [[token for _ in range(12) for token in draw.choice(sentences)] for _ in range(40)]
-    return [Sample(tuple(text), draw.randrange(1, 9)) for text in texts]
+    sentences = list[list[int]]()
+    for _ in range(words):
+        length = draw.randrange(2, 9)
+        sentences.append([draw.randrange(VOCAB) for _ in range(length)])
+    texts = list[tuple[int, ...]]()
+    for _ in range(40):
+        text = list[int]()
+        for _ in range(12):
+            text += draw.choice(sentences)
+        texts.append(tuple(text))
+    return [Sample(text, draw.randrange(1, 9)) for text in texts]
 
 
 @pytest.mark.parametrize("words", [2, 20, 200])
@@ -73,9 +81,8 @@ def test_a_longer_phrase_is_kept_where_it_says_something_else() -> None:
     )
     table = Phrases(phrase_table(rows, VOCAB), VOCAB)
     assert table.after([1, 2]) == 3 and table.after([7, 1, 2]) == 3 and table.after([9, 1, 2]) == 4
-    assert (
-        sum(entry > 0 for entry in memoryview(table.data).cast("I")) <= 6
-    )  # (0, 1, 2), (5, 1, 2): nothing new
+    # (0, 1, 2) and (5, 1, 2) say nothing new.
+    assert sum(entry > 0 for entry in memoryview(table.data).cast("I")) <= 6
 
 
 def test_what_the_prompt_says_is_not_counted() -> None:

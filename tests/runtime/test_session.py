@@ -181,6 +181,49 @@ def test_an_answer_is_cancelled_between_two_calls_of_prefill() -> None:
     assert "".join(session.generate(prompt, max_tokens=9)) == whole
 
 
+def test_a_growing_answer_is_that_of_runs_after_each_call() -> None:
+    session = make_session(TREE)
+    ids = session.prompt_ids("hello")
+    other = make_session(TREE)  # whose drafts are the same
+    runs = list(other.runs(ids, max_tokens=30))
+    seen = []
+    for answer in session.growing(ids, max_tokens=30):
+        assert answer is session.last
+        seen.append((list(answer.tokens), answer.text, answer.reason))
+    tokens = list[int]()
+    text = ""
+    for run, (tokens_then, text_then, reason) in zip(runs, seen, strict=True):
+        tokens += run.tokens
+        text += run.text
+        assert (tokens_then, text_then, reason) == (tokens, text, run.reason)
+    assert tokens == other.last.tokens and seen[-1][2] is other.last.reason
+
+
+def test_a_growing_answer_that_is_cancelled_ends_with_its_reason() -> None:
+    session = make_session(TREE)
+    ids = session.prompt_ids("x" * 3 * session.engine.geometry.chunk)
+    reasons = []
+    for answer in session.growing(ids, max_tokens=30):
+        reasons.append(answer.reason)
+        session.cancel()
+    assert reasons == [None, Reason.CANCELLED]
+    # Between two calls of prefill there is no token yet.
+    conversation = session._conversation
+    session.reset()
+    prefill = conversation.prefill
+
+    def leaving(tokens: Sequence[int]) -> int:
+        session.cancel()
+        return prefill(tokens)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(conversation, "prefill", leaving)
+        [answer] = session.growing(ids, max_tokens=30)
+    assert answer.reason is Reason.CANCELLED and answer.tokens == []
+    with pytest.raises(InputError, match="no decoding mode"):
+        session.growing(ids, mode="guess")
+
+
 def test_an_answer_ends_when_a_newer_one_begins() -> None:
     session = make_session(TREE)
     first = session.generate("hello", max_tokens=30)

@@ -23,22 +23,33 @@ PLAIN = 0.004
 
 @dataclass(frozen=True)
 class Noise:
-    """What makes calls take longer: ``jitter``, the standard deviation of a time's logarithm;
-    ``drift``, how many times longer the machine takes at most, another time after each ``minute``
-    calls or so; ``outliers``, the share of calls that take five times longer; ``switched``, how
-    many times longer a plain call takes after a step, and a step after a plain call; ``opening``,
-    how many times longer the first call of a kind takes.
+    """What makes calls take longer.
+
+    ``jitter``: the standard deviation of a time's logarithm.
+    ``drift``: how many times longer the machine takes at most, another time after each ``minute``
+    calls or so.
+    ``outliers``: the share of calls that take five times longer.
+    ``plain_after_step``, ``step_after_plain``: how many times longer such a call takes.
+    ``opening``: how many times longer the first call of a kind takes.
     """
 
     jitter: float = 0.0
     drift: float = 1.0
     minute: int = 500
     outliers: float = 0.0
-    switched: tuple[float, float] = 1.0, 1.0
+    plain_after_step: float = 1.0
+    step_after_plain: float = 1.0
     opening: float = 1.0
 
 
-SHARED = Noise(jitter=0.1, drift=1.6, outliers=0.01, switched=(1.08, 1.04), opening=40.0)
+SHARED = Noise(
+    jitter=0.1,
+    drift=1.6,
+    outliers=0.01,
+    plain_after_step=1.08,
+    step_after_plain=1.04,
+    opening=40.0,
+)
 """As 8,400 calls of SmolLM2 in INT4 on a virtual machine of two cores, with slower minutes and more
 outliers.
 """
@@ -98,7 +109,7 @@ class Machine:
         elif self._draw.random() < noise.outliers:
             seconds *= 5
         if self.calls and self.calls[-1] != kind:
-            seconds *= noise.switched[kind != "plain"]
+            seconds *= noise.plain_after_step if kind == "plain" else noise.step_after_plain
         self._opened.add(kind)
         self.calls.append(kind)
         self.now += seconds * self.slowness
@@ -119,7 +130,8 @@ def fit_for(tokens: float) -> float:
     high = 1.0
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if sum(middle**i for i in range(GAMMA + 1)) < tokens else (low, middle)
-        )
+        if sum(middle**i for i in range(GAMMA + 1)) < tokens:
+            low = middle
+        else:
+            high = middle
     return low

@@ -25,7 +25,8 @@ from tests.runtime.tiny_bundle import APP, tiny_bundle
 TEMPLATE = """{% for tool in tools or [] %}<system>{{ tool.function.name }}</s>{% endfor %}
 {%- if loud is defined and loud %}<system>LOUD</s>{% endif %}
 {%- for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}
-{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}</s>{% endfor %}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>\
+{% endfor %}</s>{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 USER = {"role": "user", "content": "hello"}
 CHAT = "/v1/chat/completions"

@@ -30,9 +30,12 @@ from tests.apps.cpp_host.build import SOURCES, package
 from tests.compiled_kernels import COMPILER
 
 PROMPTS = (
-    "I have a potential project that requires collaboration with a local company. Can you assist me?",
-    "I'm planning to create a promotional campaign for a sustainable fashion brand. Can you help me with a plan?",
-    "Can you suggest a reliable social media platform for free that offers discounted plans for college students?",
+    "I have a potential project that requires collaboration with a local company. "
+    "Can you assist me?",
+    "I'm planning to create a promotional campaign for a sustainable fashion brand. "
+    "Can you help me with a plan?",
+    "Can you suggest a reliable social media platform for free that offers discounted plans "
+    "for college students?",
 )
 TOKENS = 13
 POSITIONS = 10

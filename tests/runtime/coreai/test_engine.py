@@ -1,4 +1,4 @@
-"""The Core AI engine: conversations that do not see each other, and errors that say what is wrong."""
+"""The Core AI engine: conversations that do not see each other, and errors in words."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from random import Random
 
@@ -25,6 +26,7 @@ from ssdevice.runtime.executorch.engine import PROGRAM
 from ssdevice.runtime.executorch.file import (
     DELEGATE,
     KERNEL,
+    Data,
     Table,
     instructions,
     read_program,
@@ -70,7 +72,7 @@ def value(plan: Table, kind: int) -> Table:
 
 NUMBER = -1
 FLAT = -2
-"""What stands below for the index of a value that is no tensor, and of a tensor of one dimension."""
+"""What means below the index of a value that is no tensor, and of a tensor of one dimension."""
 
 
 def index_of(plan: Table, wanted: int) -> int:
@@ -239,12 +241,14 @@ def test_changed_programs_are_refused_or_read(file: Path, tmp_path: Path) -> Non
 def test_another_graph_of_the_same_method_is_refused(file: Path, tmp_path: Path) -> None:
     target = tmp_path / "model.pte"
     data = file.read_bytes()
-    plans = read_program(
-        file, lambda _, root: [[field(d.table(1), 1) for d in p.tables(7)] for p in root.tables(1)]
-    )
-    for at, other in (
-        (at, other) for places in plans for at in places for other in places if other != at
-    ):
+
+    def swaps(_: Data, root: Table) -> list[tuple[int, int]]:
+        found = list[tuple[int, int]]()
+        for plan in root.tables(1):
+            found += permutations([field(entry.table(1), 1) for entry in plan.tables(7)], 2)
+        return found
+
+    for at, other in read_program(file, swaps):
         target.write_bytes(data[:at] + data[other : other + 4] + data[at + 4 :])
         with pytest.raises(BundleError, match="a call of XNNPACK has "):
             check_program(target)
