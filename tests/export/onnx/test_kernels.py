@@ -72,7 +72,7 @@ def session(model: bytes, library: Path | None, threads: int = 1) -> ort.Inferen
 
 
 def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
-    """What linears.cpp says at its top, in NumPy: ``x [R, K]`` -> ``[R, N]``."""
+    """What int4.cpp says at its top, in NumPy: ``x [R, K]`` -> ``[R, N]``."""
     blocks = weight.scale.shape[1]
     padded = np.zeros((len(x), blocks * 32), np.float32)
     padded[:, : x.shape[1]] = x
