@@ -266,12 +266,12 @@ class Session(OpenBundle):
         """
         conversation = request.conversation
         continued = request.turn.before if request.turn is not None else None
-        if self._conversation is not conversation:
+        app_is_another = self._conversation is not conversation
+        chat_is_another = continued is not None and continued is not self._chat
+        if app_is_another or chat_is_another:
             raise InputError(LOST)
         if continued is None:
             self._chat = Chat()
-        elif continued is not self._chat:
-            raise InputError(LOST)
         self._running = self._last = request.answer
         request.answer.cached_tokens = conversation.shared(request.prompt)
         conversation.length = request.answer.cached_tokens

@@ -90,16 +90,16 @@ def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Gen
         sampling=_sampling(session, request),
     )
     told = 0.0
-    with closing(answers):
-        answer = next(answers)
-        try:
+    answer = next(answers)
+    try:
+        with closing(answers):  # an answer that is left has its reason then
             while answer.reason is None:
                 if monotonic() - told > BETWEEN_S:
                     yield answer
                     told = monotonic()
                 answer = next(answers)
-        finally:
-            metrics.count(answer)
+    finally:
+        metrics.count(answer)
     yield answer
 
 

@@ -35,15 +35,15 @@ def opened() -> Iterator[Session]:
 def gate(opened: Session, monkeypatch: pytest.MonkeyPatch) -> Semaphore:
     """Each call of the model waits for a release."""
     gate = Semaphore(0)
-    runs = opened.runs
+    growing = opened.growing
 
     def gated(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with closing(runs(*args, **kwargs)) as given:
-            for run in given:
+        with closing(growing(*args, **kwargs)) as answers:
+            for answer in answers:
                 gate.acquire()
-                yield run
+                yield answer
 
-    monkeypatch.setattr(opened, "runs", gated)
+    monkeypatch.setattr(opened, "growing", gated)
     return gate
 
 
