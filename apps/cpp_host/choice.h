@@ -13,11 +13,10 @@ class Chooser {
         position_(prompt.size()),
         process_(sampling, prompt, stops, vocab) {
     for (const auto& entry : s_.logit_bias) check(entry.first);
-    for (const int32_t id : s_.suppress) check(id);
-    for (const int32_t id : s_.begin_suppress) check(id);
-    for (const Ids& word : s_.bad_words) {
-      for (const int32_t id : word) check(id);
-    }
+    for (const Ids* ids : {&s_.suppress, &s_.begin_suppress})
+      std::for_each(ids->begin(), ids->end(), [&](int32_t id) { check(id); });
+    for (const Ids& word : s_.bad_words)
+      std::for_each(word.begin(), word.end(), [&](int32_t id) { check(id); });
   }
 
   // The token after the text so far, which it then belongs to. Changes the logits. Throws an Error
@@ -26,9 +25,8 @@ class Chooser {
     process_(logits);
     const int32_t token = sampler_(logits, vocab_, s_, position_);
     if (token == Sampler::kNoNumbers) throw Error("the model returned logits that are not numbers");
-    if (token == Sampler::kNoToken) {
+    if (token == Sampler::kNoToken)
       throw Error("the request forbids every token that the model could choose");
-    }
     process_.accept(token);
     ++position_;
     return token;
@@ -39,10 +37,9 @@ class Chooser {
 
  private:
   void check(int32_t id) const {
-    if (id < 0 || id >= vocab_) {
+    if (id < 0 || id >= vocab_)
       throw Error("token " + std::to_string(id) + " is not one of the model's " +
                   std::to_string(vocab_));
-    }
   }
 
   const Sampling& s_;

@@ -10,21 +10,15 @@ using Ids = std::vector<int32_t>;
 // What a user may ask; the defaults choose greedily. Meaning and order are those of Python's class
 // of this name, which also has the ranges.
 struct Sampling : Draw {
-  double repetition_penalty = 1;
-  double presence_penalty = 0;
-  double frequency_penalty = 0;
-  int64_t no_repeat_ngram_size = 0;
-  int64_t min_new_tokens = 0;
-  int64_t min_length = 0;
+  double repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
+  int64_t no_repeat_ngram_size = 0, min_new_tokens = 0, min_length = 0;
   std::map<int32_t, double> logit_bias;
-  Ids suppress;
-  Ids begin_suppress;
+  Ids suppress, begin_suppress;
   std::vector<Ids> bad_words;
 
   struct Number {
     double Sampling::* value;
-    double least;
-    double most;
+    double least, most;
   };
   static constexpr double kTiny = std::numeric_limits<double>::denorm_min();
   inline static const std::map<std::string, Number> kNumbers{
@@ -49,16 +43,15 @@ struct Sampling : Draw {
       if (value.is_null()) continue;
       if (const auto number = kNumbers.find(name); number != kNumbers.end()) {
         const auto [member, least, most] = number->second;
-        const double given = value;
+        const double given = this->*member = value;
         const bool tiny = name == "temperature" && given > 0 && given < 1e-6;
         if (!(given >= least && given <= most) || tiny) {
-          std::string lowest = Json(least).dump();
-          if (least == kTiny) lowest = "more than 0";
-          if (tiny) lowest = "0 or 1e-6";
-          throw Error(name + " is " + value.dump() + ", expected " + lowest + " to " +
-                      Json(most).dump());
+          throw Error(name + " is " + value.dump() + ", expected " +
+                      (tiny             ? "0 or 1e-6"
+                       : least == kTiny ? "more than 0"
+                                        : Json(least).dump()) +
+                      " to " + Json(most).dump());
         }
-        this->*member = given;
       }
       if (kIntegers.count(name)) this->*kIntegers.at(name) = value;
       if (name == "seed") seed = value;
@@ -102,14 +95,12 @@ class Processors {
     for (const auto& [token, bias] : s_.logit_bias) logits[token] += static_cast<float>(bias);
     if (s_.repetition_penalty != 1) {
       const auto penalty = static_cast<float>(s_.repetition_penalty);
-      for (const int32_t token : distinct_) {
-        const float logit = logits[token];
-        logits[token] = logit < 0 ? logit * penalty : logit / penalty;
-      }
+      for (const int32_t token : distinct_)
+        logits[token] = logits[token] < 0 ? logits[token] * penalty : logits[token] / penalty;
     }
     if (s_.presence_penalty != 0 || s_.frequency_penalty != 0) {
-      const auto presence = static_cast<float>(s_.presence_penalty);
-      const auto frequency = static_cast<float>(s_.frequency_penalty);
+      const auto presence = static_cast<float>(s_.presence_penalty),
+                 frequency = static_cast<float>(s_.frequency_penalty);
       for (const int32_t token : answered_) {
         const float often = frequency * static_cast<float>(counts_[token]);
         logits[token] -= presence + often;
@@ -120,27 +111,27 @@ class Processors {
 
  private:
   void ban(float* logits) const {
-    constexpr float kNever = -std::numeric_limits<float>::infinity();
-    const auto never = [&](const Ids& tokens) {
-      for (const int32_t token : tokens) logits[token] = kNever;
+    const auto never = [&](int32_t token) {
+      logits[token] = -std::numeric_limits<float>::infinity();
     };
-    const auto size = static_cast<int64_t>(text_.size());
-    const int64_t fresh = size - prompt_;
-    const int64_t before = s_.no_repeat_ngram_size - 1;
-    never(s_.suppress);
-    if (!fresh) never(s_.begin_suppress);
-    if (fresh < s_.min_new_tokens || size < s_.min_length) never(stops_);
+    const auto size = static_cast<int64_t>(text_.size()), fresh = size - prompt_,
+               before = s_.no_repeat_ngram_size - 1;
+    std::for_each(s_.suppress.begin(), s_.suppress.end(), never);
+    if (!fresh) std::for_each(s_.begin_suppress.begin(), s_.begin_suppress.end(), never);
+    if (fresh < s_.min_new_tokens || size < s_.min_length)
+      std::for_each(stops_.begin(), stops_.end(), never);
     if (before >= 0 && size >= before) {
       const auto found = followers_.find({text_.end() - before, text_.end()});
-      if (found != followers_.end()) never(found->second);
+      if (found != followers_.end())
+        std::for_each(found->second.begin(), found->second.end(), never);
     }
     for (const Ids& word : s_.bad_words) {
-      // A stop token alone is allowed, or no answer would end.
-      if (word.size() == 1 && std::count(stops_.begin(), stops_.end(), word[0])) continue;
+      if (word.size() == 1 && std::count(stops_.begin(), stops_.end(), word[0]))
+        continue;  // or no answer would end
       const size_t beginning = word.size() - 1;
-      const bool begun = beginning <= text_.size() &&
-                         std::equal(word.begin(), word.end() - 1, text_.end() - beginning);
-      if (begun) logits[word.back()] = kNever;
+      if (beginning <= text_.size() &&
+          std::equal(word.begin(), word.end() - 1, text_.end() - beginning))
+        never(word.back());
     }
   }
 
@@ -156,11 +147,7 @@ class Processors {
 
   const Sampling& s_;
   const int64_t prompt_;
-  Ids stops_;
-  Ids text_;      // the prompt and the answer so far
-  Ids distinct_;  // their tokens, once each
-  Ids answered_;  // the answer's tokens, once each
-  Ids counts_;    // how often the answer has each token of the vocabulary
+  Ids stops_, text_, distinct_, answered_, counts_;
   std::vector<bool> seen_;
   std::map<Ids, Ids> followers_;  // the tokens that followed all but the last of an n-gram
 };
