@@ -300,7 +300,13 @@ class Session(OpenBundle):
             open_grammar(sampling.structure, self.tokenizer, vocab) if sampling.structure else None
         )
         return Chooser(
-            sampling, prompt, self.tokenizer.stop_ids, vocab, grammar, self.engine.kernels
+            sampling,
+            prompt,
+            self.tokenizer.stop_ids,
+            vocab,
+            grammar,
+            self.engine.kernels,
+            self.engine.source,
         )
 
     def _adaptive_of(self, conversation: Conversation) -> Adaptive:

@@ -303,7 +303,12 @@ def test_a_processor_of_ones_own_sees_the_text() -> None:
         ({"logprobs": -1}, "logprobs"),
         ({"bad_words": ((),)}, "bad_words"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
-        ({"logit_bias": {1: float("inf")}}, "at most 1e30"),
+        ({"logit_bias": {1: "1"}}, "logit_bias of token 1 is '1', expected a number"),
+        ({"logit_bias": {1: float("inf")}}, "from -1e30 to 1e30, nor -inf"),
+        ({"logit_bias": {1: -1e38}}, "from -1e30 to 1e30, nor -inf"),
+        ({"logit_bias": {1: -(10**400)}}, "from -1e30 to 1e30, nor -inf"),
+        ({"repetition_penalty": 1e-37}, "repetition_penalty is 1e-37, expected 0.01 to 100"),
+        ({"temperature": 10**400}, "temperature is 1000"),
     ],
     ids=str,
 )
