@@ -14,8 +14,8 @@ Step s has row s % 3.
 An answer in ``choices`` has ``tokens``, chosen one after another with a ``seed`` (as text: it has
 64 bits), and ``left``, the number of tokens that truncation left each time.
 
-A case of ``rows`` is one choice from ``logits`` that no good model returns (as texts, since JSON has
-no NaN and no infinity; all are float32): its ``token``, or who is at fault that there is none,
+A case of ``rows`` is one choice from ``logits`` that no good model returns (as texts, since JSON
+has no NaN and no infinity; all are float32): its ``token``, or who is at fault that there is none,
 ``refused``: ``model`` or ``request``. A case of ``options`` is what cannot be asked for, and how
 messages about it end.
 """
