@@ -61,10 +61,7 @@ class Compiled:
 
     def choose(self, scores: Scores, position: int, truncating: bool = True) -> int:
         """What ``choose`` returns."""
-        if truncating:
-            draw = self._of_left
-        else:
-            draw = self._of_all
+        draw = self._of_left if truncating else self._of_all
         return int(self._choose(scores.ctypes.data, len(scores), *draw, position))
 
     def log_total(self, logits: Scores, count: int) -> tuple[float, list[int]]:
@@ -282,13 +279,16 @@ def probabilities(logits: Scores, ids: Sequence[int], s: Sampling) -> tuple[list
     np.maximum(below, np.float32(-MUCH), out=below)
     weight = np.exp(below)
     total = float(np.sum(weight))
-    found = [float(weight[i] if kept is None else np.sum(weight[kept == i])) / total for i in ids]
+    if kept is None:
+        found = [float(weight[i]) / total for i in ids]
+    else:
+        found = [float(np.sum(weight, where=kept == i)) / total for i in ids]
     return found, math.log(total) - float(weight @ below) / total
 
 
 def _stays(logits: Scores, token: int, s: Sampling) -> bool:
     """Whether truncation keeps a token whichever others a structure excludes."""
-    scores = logits[logits >= logits[token]] / np.float32(s.temperature)
+    scores = np.extract(logits >= logits[token], logits) / np.float32(s.temperature)
     p = weights(scores, np.max(scores))
     mine = np.min(p)
     all_of_these = np.sum(p)

@@ -209,7 +209,8 @@ class Processors:
             scores = np.ascontiguousarray(processor(self.ids, before), np.float32)
             if scores.shape != logits.shape:
                 raise InputError(
-                    f"a processor returned scores {list(scores.shape)}, expected {list(logits.shape)}"
+                    f"a processor returned scores {list(scores.shape)}, "
+                    f"expected {list(logits.shape)}"
                 )
             if not np.max(scores) < np.inf and np.max(before) < np.inf:
                 raise InputError("a processor returned scores with NaN or infinity")
