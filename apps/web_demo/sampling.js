@@ -168,8 +168,8 @@ export class Chooser {
   }
 
   /**
-   * The token after the text so far, which it then belongs to. Throws BundleError for logits that are not numbers, or of
-   * which the best score is not finite, and if every token is forbidden.
+   * The token after the text so far, which it then belongs to. Throws BundleError for logits that are not numbers, or
+   * of which the best score is not finite, and if every token is forbidden.
    * @param {Float32Array} logits of which -Infinity rules a token out
    */
   choose(logits) {

@@ -74,7 +74,9 @@ int main(int argc, char** argv) try {
   int wrong = 0, cases = 0;
   const auto expect = [&](bool right, const Json& given) {
     ++cases;
-    if (!right) ++wrong, std::cout << given.dump() << '\n';
+    if (right) return;
+    ++wrong;
+    std::cout << given.dump() << '\n';
   };
   for (const Json& given : vectors.at("philox")) {
     const auto words = philox(given.at("number"), given.at("position"), given.at("kind"),

@@ -75,7 +75,8 @@ public struct Sampling: Equatable, Sendable {
             throw BundleError.request("temperature is \(temperature), expected 0 (greedy), or 1e-6 to 100")
         }
         for (token, bias) in logitBias where !(-1e30...1e30).contains(bias) && bias != -.infinity {
-            throw BundleError.request("logitBias of token \(token) is no number from -1e30 to 1e30, nor -inf, which bans it")
+            throw BundleError.request(
+                "logitBias of token \(token) is no number from -1e30 to 1e30, nor -inf, which bans it")
         }
         if badWords.contains(where: \.isEmpty) { throw BundleError.request("badWords has a sequence without tokens") }
         let ids = Array(logitBias.keys) + suppress + beginSuppress + badWords.flatMap { $0 }
@@ -112,8 +113,8 @@ public struct Chooser: Sendable {
 
     /// The token after the text so far, which it then belongs to. A logit of -infinity rules a token out.
     ///
-    /// Throws an error of damage for logits that are not numbers, or of which the best score is not finite; a request error
-    /// if every token is forbidden.
+    /// Throws an error of damage for logits that are not numbers, or of which the best score is not finite; a request
+    /// error if every token is forbidden.
     public mutating func choose(_ logits: [Float]) throws -> Int32 {
         let scores = processed(logits)
         let highest = scores.contains(where: \.isNaN) ? Float.nan : scores.max() ?? -.infinity
