@@ -22,8 +22,9 @@ def test_graphs_are_refused_or_run() -> None:
     outcomes, bugs = sanitized.run(operators.MODULE, SEED, 0, COUNT)
     assert not bugs, f"{len(bugs)} bugs, the first: {next(iter(bugs.items()))}"
     assert outcomes.total() == COUNT
-    for kind in KINDS:
-        assert outcomes[operators.ran(kind)] and outcomes[operators.refused(kind)], (kind, outcomes)
+    assert all(outcomes[operators.ran(kind)] for kind in KINDS), outcomes
+    by_kernel = sum(outcomes[operators.refused(kind)] for kind in KINDS)
+    assert by_kernel > COUNT // 5 and outcomes[operators.BEFORE] > COUNT // 10, outcomes
 
 
 @pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
