@@ -7,6 +7,7 @@
 import { BundleError } from "./bundle.js";
 
 const GROUP = 256; // tokens whose smallest exponential number is known without the others
+const TIE = 1e-12; // surprises are as far from the entropy, a rounded sum, if they differ by less
 
 /**
  * What may be asked, as in Python; what is missing has no effect. `seed` has 64 bits.
@@ -313,7 +314,7 @@ function typical(scores, mass) {
   const mean = weights.reduce((sum, weight, i) => (weight ? sum + (weight / total) * below[i] : sum), 0);
   const far = below.map((each) => Math.abs(each - mean)); // surprises differ from the entropy by as much
   const order = places(scores.length, (i) => weights[i] > 0).sort((i, j) => far[i] - far[j]);
-  const farthest = far[order[border(order, weights, mass * total)]];
+  const farthest = far[order[border(order, weights, mass * total)]] + TIE;
   return places(scores.length, (i) => weights[i] > 0 && far[i] <= farthest);
 }
 

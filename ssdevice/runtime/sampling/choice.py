@@ -37,6 +37,10 @@ NEAR = 1e-5
 """More than rounding changes of a score or a probability."""
 MUCH = 1e4
 """More surprise than that of any possible token."""
+TIE = 1e-12
+"""Surprises are as far from the entropy if they differ by less: it is a sum, which is rounded
+differently in another order.
+"""
 NO_NUMBERS = -1
 """Instead of a token: a score is NaN, or the best one is not finite."""
 NO_TOKEN = -2
@@ -330,7 +334,7 @@ def _typical(scores: Scores, mass: float) -> Integers:
     far = np.abs(below - np.sum(weight * below) / total)
     order = np.argsort(far)
     last = min(int(np.searchsorted(np.cumsum(weight[order] / total), mass)), len(order) - 1)
-    return np.flatnonzero(far <= far[order[last]])
+    return np.flatnonzero(far <= far[order[last]] + TIE)
 
 
 def walk(

@@ -180,6 +180,9 @@ public struct Chooser: Sendable {
 
 /// The tokens that top-k, top-p, min-p and typical-p leave, ids ascending, and their scores.
 struct Truncation {
+    /// Surprises are as far from the entropy, a rounded sum, if they differ by less.
+    private static let tie = 1e-12
+
     private(set) var ids: [Int]
     private(set) var scores: [Float]
 
@@ -245,7 +248,7 @@ struct Truncation {
         // Surprises differ from the entropy by as much.
         let far = below.map { abs($0 - mean) }
         let order = scores.indices.filter { weights[$0] > 0 }.sorted { far[$0] < far[$1] }
-        let farthest = far[order[Self.border(order, weights, mass * total)]]
+        let farthest = far[order[Self.border(order, weights, mass * total)]] + Self.tie
         keep { weights[$0] > 0 && far[$0] <= farthest }
     }
 

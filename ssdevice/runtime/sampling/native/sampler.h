@@ -67,6 +67,10 @@ class Sampler {
   }
 
  private:
+  // Surprises are as far from the entropy if they differ by less: it is a sum, which is rounded
+  // differently in another order.
+  static constexpr double kTie = 1e-12;
+
   struct Candidate {
     float score;
     int32_t id;
@@ -326,7 +330,7 @@ class Sampler {
       if (each.weight > 0) mean += each.weight / total * (each.score - h);
     }
     for (Candidate& each : kept_) each.key = std::abs(each.score - h - mean);
-    const double farthest = kept_[border(s_.typical_p * total).first].key;
+    const double farthest = kept_[border(s_.typical_p * total).first].key + kTie;
     keep([&](const Candidate& each) { return each.weight > 0 && each.key <= farthest; });
   }
 
