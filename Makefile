@@ -77,12 +77,14 @@ conformance: $(VENV)/dev.stamp
 readme: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q tests/test_documentation.py -m slow
 
-# Ten thousand hostile bundles, as many for the C++ host and of ExecuTorch, and graphs for the kernels; SEED=2 for others.
+# Ten thousand hostile bundles, as many for the C++ host and of ExecuTorch, and graphs for the kernels; twenty thousand options and
+# logits for the samplers; SEED=2 for others.
 SEED ?= 1
 
 fuzz: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.fuzz --seed $(SEED) --count 10000
 	$(BIN)/python -m tests.fuzz.operators --seed $(SEED) --count 10000
+	$(BIN)/python -m tests.fuzz.samplers --seed $(SEED) --count 20000
 	$(BIN)/python -m tests.fuzz.host --seed $(SEED) --count 10000
 	$(BIN)/python -m tests.fuzz.programs --seed $(SEED) --count 10000
 

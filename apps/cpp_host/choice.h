@@ -7,8 +7,11 @@
 // Chooses the tokens of one answer. `sampling` must outlive it.
 class Chooser {
  public:
-  Chooser(const Sampling& sampling, const Ids& prompt, const Ids& stops, int64_t vocab)
+  // `source`: the bundle, for messages.
+  Chooser(const Sampling& sampling, const Ids& prompt, const Ids& stops, int64_t vocab,
+          std::string source = "the bundle")
       : s_(sampling),
+        source_(std::move(source)),
         vocab_(vocab),
         position_(prompt.size()),
         process_(sampling, prompt, stops, vocab) {
@@ -19,14 +22,18 @@ class Chooser {
       std::for_each(word.begin(), word.end(), [&](int32_t id) { check(id); });
   }
 
-  // The token after the text so far, which it then belongs to. Changes the logits. Throws an Error
-  // for logits that are not numbers, and if every token is forbidden.
+  // The token after the text so far, which it then belongs to. Changes the logits, of which
+  // -infinity rules a token out. Throws an Error for logits that are not numbers, or of which the
+  // best score is not finite, and if every token is forbidden.
   int32_t operator()(float* logits) {
     process_(logits);
     const int32_t token = sampler_(logits, vocab_, s_, position_);
-    if (token == Sampler::kNoNumbers) throw Error("the model returned logits that are not numbers");
-    if (token == Sampler::kNoToken)
+    if (token == Sampler::kNoToken && process_.forbade())
       throw Error("the request forbids every token that the model could choose");
+    if (token < 0)
+      throw Error(source_ +
+                  ": the model returned logits that are not numbers, or too large to choose from; "
+                  "`ssdevice verify` tells whether the bundle is damaged");
     process_.accept(token);
     ++position_;
     return token;
@@ -43,6 +50,7 @@ class Chooser {
   }
 
   const Sampling& s_;
+  const std::string source_;
   const int64_t vocab_;
   int64_t position_;
   Processors process_;

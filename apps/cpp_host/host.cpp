@@ -52,8 +52,10 @@ int main(int argc, char** argv) try {
       continue;
     }
     const Ids prompt = parse(conversation, line);
-    if (chooses)
-      conversation.chooser = std::make_unique<Chooser>(sampling, prompt, stops, conversation.vocab);
+    if (chooses) {
+      conversation.chooser =
+          std::make_unique<Chooser>(sampling, prompt, stops, conversation.vocab, argv[1]);
+    }
     const Ids answer = decode(conversation, adaptive, mode, prompt, stops, asked.max_tokens, all);
     std::copy(answer.begin(), answer.end() - 1, std::ostream_iterator<int32_t>(std::cout, " "));
     if (!(std::cout << answer.back() << std::endl)) throw Error("the answers cannot be written");

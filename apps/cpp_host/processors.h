@@ -16,19 +16,23 @@ struct Sampling : Draw {
   Ids suppress, begin_suppress;
   std::vector<Ids> bad_words;
 
+  // An option that is a number, and the range that it must be in.
   struct Number {
     double Sampling::* value;
     double least, most;
+    const char* expected;
   };
-  static constexpr double kTiny = std::numeric_limits<double>::denorm_min();
+  static constexpr double kAbove0 = std::numeric_limits<double>::denorm_min();
+  static constexpr double kLeastTemperature = 1e-6;  // of sampling
+  static constexpr double kLargestBias = 1e30;
   inline static const std::map<std::string, Number> kNumbers{
-      {"temperature", {&Sampling::temperature, 0, 100}},
-      {"top_p", {&Sampling::top_p, kTiny, 1}},
-      {"min_p", {&Sampling::min_p, 0, 1}},
-      {"typical_p", {&Sampling::typical_p, kTiny, 1}},
-      {"repetition_penalty", {&Sampling::repetition_penalty, kTiny, 100}},
-      {"presence_penalty", {&Sampling::presence_penalty, -100, 100}},
-      {"frequency_penalty", {&Sampling::frequency_penalty, -100, 100}},
+      {"temperature", {&Sampling::temperature, 0, 100, "0 to 100"}},
+      {"top_p", {&Sampling::top_p, kAbove0, 1, "above 0, at most 1"}},
+      {"min_p", {&Sampling::min_p, 0, 1, "0 to 1"}},
+      {"typical_p", {&Sampling::typical_p, kAbove0, 1, "above 0, at most 1"}},
+      {"repetition_penalty", {&Sampling::repetition_penalty, 0.01, 100, "0.01 to 100"}},
+      {"presence_penalty", {&Sampling::presence_penalty, -100, 100, "-100 to 100"}},
+      {"frequency_penalty", {&Sampling::frequency_penalty, -100, 100, "-100 to 100"}},
   };
   inline static const std::map<std::string, int64_t Sampling::*> kIntegers{
       {"top_k", &Sampling::top_k},
@@ -42,24 +46,28 @@ struct Sampling : Draw {
     for (const auto& [name, value] : named.items()) {
       if (value.is_null()) continue;
       if (const auto number = kNumbers.find(name); number != kNumbers.end()) {
-        const auto [member, least, most] = number->second;
-        const double given = this->*member = value;
-        const bool tiny = name == "temperature" && given > 0 && given < 1e-6;
-        if (!(given >= least && given <= most) || tiny) {
-          throw Error(name + " is " + value.dump() + ", expected " +
-                      (tiny             ? "0 or 1e-6"
-                       : least == kTiny ? "more than 0"
-                                        : Json(least).dump()) +
-                      " to " + Json(most).dump());
-        }
+        const Number& option = number->second;
+        const double given = value;
+        if (!(given >= option.least && given <= option.most))
+          throw Error(name + " is " + value.dump() + ", expected " + option.expected);
+        this->*option.value = given;
       }
+      if (name == "temperature" && temperature > 0 && temperature < kLeastTemperature)
+        throw Error("temperature is " + value.dump() + ", expected 0 (greedy), or 1e-6 to 100");
       if (kIntegers.count(name)) this->*kIntegers.at(name) = value;
       if (name == "seed") seed = value;
       if (name == "suppress") suppress = value.get<Ids>();
       if (name == "begin_suppress") begin_suppress = value.get<Ids>();
       if (name == "bad_words") bad_words = value.get<std::vector<Ids>>();
       if (name == "logit_bias") {
-        for (const auto& [token, bias] : value.items()) logit_bias[std::stoi(token)] = bias;
+        for (const auto& [token, bias] : value.items()) {
+          const double added = bias;
+          if (!(std::abs(added) <= kLargestBias) && added != -kInfinity) {
+            throw Error("logit_bias of token " + token +
+                        " is no number from -1e30 to 1e30, nor -inf, which bans it");
+          }
+          logit_bias[std::stoi(token)] = added;
+        }
       }
     }
   }
@@ -91,31 +99,42 @@ class Processors {
   }
 
   // Changes the logits of the token after the text.
-  void operator()(float* logits) const {
-    for (const auto& [token, bias] : s_.logit_bias) logits[token] += static_cast<float>(bias);
+  void operator()(float* logits) {
+    forbade_ = false;
+    for (const auto& [token, bias] : s_.logit_bias)
+      set(logits[token], logits[token] + static_cast<float>(bias));
     if (s_.repetition_penalty != 1) {
       const auto penalty = static_cast<float>(s_.repetition_penalty);
-      for (const int32_t token : distinct_)
-        logits[token] = logits[token] < 0 ? logits[token] * penalty : logits[token] / penalty;
+      for (const int32_t token : distinct_) {
+        const float logit = logits[token];
+        set(logits[token], logit < 0 ? logit * penalty : logit / penalty);
+      }
     }
     if (s_.presence_penalty != 0 || s_.frequency_penalty != 0) {
-      const auto presence = static_cast<float>(s_.presence_penalty),
-                 frequency = static_cast<float>(s_.frequency_penalty);
+      const auto presence = static_cast<float>(s_.presence_penalty);
+      const auto frequency = static_cast<float>(s_.frequency_penalty);
       for (const int32_t token : answered_) {
         const float often = frequency * static_cast<float>(counts_[token]);
-        logits[token] -= presence + often;
+        set(logits[token], logits[token] - (presence + often));
       }
     }
     ban(logits);
   }
 
+  // Whether the last row had a token that the model did not rule out, and the request did.
+  bool forbade() const { return forbade_; }
+
  private:
-  void ban(float* logits) const {
-    const auto never = [&](int32_t token) {
-      logits[token] = -std::numeric_limits<float>::infinity();
-    };
-    const auto size = static_cast<int64_t>(text_.size()), fresh = size - prompt_,
-               before = s_.no_repeat_ngram_size - 1;
+  void set(float& logit, float score) {
+    if (logit != -kInfinity && score == -kInfinity) forbade_ = true;
+    logit = score;
+  }
+
+  void ban(float* logits) {
+    const auto never = [&](int32_t token) { set(logits[token], -kInfinity); };
+    const auto size = static_cast<int64_t>(text_.size());
+    const int64_t fresh = size - prompt_;
+    const int64_t before = s_.no_repeat_ngram_size - 1;
     std::for_each(s_.suppress.begin(), s_.suppress.end(), never);
     if (!fresh) std::for_each(s_.begin_suppress.begin(), s_.begin_suppress.end(), never);
     if (fresh < s_.min_new_tokens || size < s_.min_length)
@@ -149,5 +168,6 @@ class Processors {
   const int64_t prompt_;
   Ids stops_, text_, distinct_, answered_, counts_;
   std::vector<bool> seen_;
+  bool forbade_ = false;
   std::map<Ids, Ids> followers_;  // the tokens that followed all but the last of an n-gram
 };

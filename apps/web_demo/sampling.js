@@ -7,6 +7,7 @@
 import { BundleError } from "./bundle.js";
 
 const GROUP = 256; // tokens whose smallest exponential number is known without the others
+const TIE = 1e-12; // surprises are as far from the entropy, a rounded sum, if they differ by less
 
 /**
  * What may be asked, as in Python; what is missing has no effect. `seed` has 64 bits.
@@ -30,20 +31,25 @@ const GROUP = 256; // tokens whose smallest exponential number is known without 
  * @typedef {{ids: Int32Array, scores: Float32Array}} Candidates  ids ascending
  */
 
-/** Options that are numbers, and their ranges. */
+/**
+ * Options that are numbers, and their ranges, in which scores are finite for logits up to 1e30; what messages say where that
+ * is not the two bounds.
+ */
 const RANGES = /** @type {const} */ ([
   ["temperature", 0, 100],
   ["top_k", 0, 2 ** 31],
-  ["top_p", Number.MIN_VALUE, 1],
+  ["top_p", Number.MIN_VALUE, 1, "above 0, at most 1"],
   ["min_p", 0, 1],
-  ["typical_p", Number.MIN_VALUE, 1],
-  ["repetition_penalty", Number.MIN_VALUE, 100],
+  ["typical_p", Number.MIN_VALUE, 1, "above 0, at most 1"],
+  ["repetition_penalty", 0.01, 100],
   ["presence_penalty", -100, 100],
   ["frequency_penalty", -100, 100],
   ["no_repeat_ngram_size", 0, 2 ** 31],
   ["min_new_tokens", 0, 2 ** 31],
   ["min_length", 0, 2 ** 31],
 ]);
+const LEAST_TEMPERATURE = 1e-6; // of sampling
+const LARGEST_BIAS = 1e30;
 
 /**
  * Throws RangeError for a value outside of its range, or a token that the model does not have.
@@ -51,18 +57,23 @@ const RANGES = /** @type {const} */ ([
  * @param {number} vocab
  */
 function check(sampling, vocab) {
-  for (const [name, least, most] of RANGES) {
+  for (const [name, least, most, expected = `${least} to ${most}`] of RANGES) {
     const value = sampling[name] ?? least;
-    if (!(value >= least && value <= most)) throw new RangeError(`${name} is ${value}, expected ${least} to ${most}`);
+    if (!(value >= least && value <= most)) throw new RangeError(`${name} is ${value}, expected ${expected}`);
   }
   const { temperature = 0, seed = 0n, logit_bias = {}, suppress = [], begin_suppress = [], bad_words = [] } = sampling;
-  if (temperature > 0 && temperature < 1e-6) throw new RangeError(`temperature is ${temperature}, expected 0 or 1e-6 to 100`);
+  if (temperature > 0 && temperature < LEAST_TEMPERATURE) {
+    throw new RangeError(`temperature is ${temperature}, expected 0 (greedy), or 1e-6 to 100`);
+  }
   if (seed < 0n || seed >= 1n << 64n) throw new RangeError(`seed is ${seed}, expected 0 to 2^64 - 1`);
   if (bad_words.some((word) => !word.length)) throw new RangeError("bad_words has a sequence without tokens");
   const ids = [...Object.keys(logit_bias).map(Number), ...suppress, ...begin_suppress, ...bad_words.flat()];
   const wrong = ids.find((id) => !(Number.isInteger(id) && id >= 0 && id < vocab));
   if (wrong !== undefined) throw new RangeError(`token ${wrong} is not one of the model's ${vocab}`);
-  if (Object.values(logit_bias).some(Number.isNaN)) throw new RangeError("logit_bias has a value that is no number");
+  for (const [token, bias] of Object.entries(logit_bias)) {
+    if (Math.abs(bias) <= LARGEST_BIAS || bias === -Infinity) continue;
+    throw new RangeError(`logit_bias of token ${token} is no number from -1e30 to 1e30, nor -inf, which bans it`);
+  }
 }
 
 /** @param {Sampling} sampling whether every token is the likeliest of the model's own logits, which graphs can choose as well */
@@ -158,18 +169,23 @@ export class Chooser {
   }
 
   /**
-   * The token after the text so far, which it then belongs to.
-   * @param {Float32Array} logits
+   * The token after the text so far, which it then belongs to. Throws BundleError for logits that are not numbers, or
+   * of which the best score is not finite, and if every token is forbidden.
+   * @param {Float32Array} logits of which -Infinity rules a token out
    */
   choose(logits) {
     const { temperature = 0, seed = 0n } = this.sampling;
     const scores = this.#processed(logits);
     const best = largest(scores);
-    if (Number.isNaN(best) || best === Infinity) throw new BundleError("the model returned logits that are not numbers");
-    if (best === -Infinity) throw new BundleError("the request forbids every token that the model could choose");
+    if (best === -Infinity && logits.some((logit) => logit !== -Infinity)) {
+      throw new BundleError("the request forbids every token that the model could choose");
+    }
+    const divisor = Math.fround(temperature);
+    if (!Number.isFinite(temperature > 0 ? Math.fround(best / divisor) : best)) {
+      throw new BundleError("the model returned logits that are not numbers, or too large to choose from");
+    }
     let token = scores.indexOf(best);
     if (temperature > 0) {
-      const divisor = Math.fround(temperature);
       for (let i = 0; i < scores.length; i++) scores[i] /= divisor;
       const kept = truncated(scores, this.sampling);
       this.kept = kept.scores;
@@ -225,7 +241,10 @@ function repeats(text, end, part) {
 /** @param {Float32Array} scores NaN if one is */
 function largest(scores) {
   let most = -Infinity;
-  for (let i = 0; i < scores.length; i++) if (!(scores[i] <= most)) most = scores[i];
+  for (const score of scores) {
+    if (Number.isNaN(score)) return NaN;
+    if (score > most) most = score;
+  }
   return most;
 }
 
@@ -273,12 +292,12 @@ function truncated(all, { top_k = 0, top_p = 1, min_p = 0, typical_p = 1 }) {
   return kept;
 }
 
-/** @param {Float32Array} scores what tokens weigh, and all together */
+/** @param {Float32Array} scores how far they are below the largest, what tokens weigh, and all together */
 function weigh(scores) {
   const most = largest(scores);
-  const weights = new Float64Array(scores.length);
-  for (let i = 0; i < scores.length; i++) weights[i] = Math.exp(scores[i] - most);
-  return { weights, most, total: weights.reduce((sum, weight) => sum + weight, 0) };
+  const below = Float64Array.from(scores, (score) => score - most);
+  const weights = below.map(Math.exp);
+  return { below, weights, total: weights.reduce((sum, weight) => sum + weight, 0) };
 }
 
 /** @param {Float32Array} scores @param {number} mass the fewest likeliest tokens that have it together */
@@ -291,12 +310,11 @@ function nucleus(scores, mass) {
 
 /** @param {Float32Array} scores @param {number} mass the tokens whose surprise is nearest to the entropy that have it together */
 function typical(scores, mass) {
-  const { weights, most, total } = weigh(scores);
-  const surprise = Float64Array.from(scores, (score) => Math.log(total) + most - score);
-  const entropy = weights.reduce((sum, weight, i) => (weight ? sum + (weight / total) * surprise[i] : sum), 0);
-  const far = surprise.map((each) => Math.abs(each - entropy));
+  const { below, weights, total } = weigh(scores);
+  const mean = weights.reduce((sum, weight, i) => (weight ? sum + (weight / total) * below[i] : sum), 0);
+  const far = below.map((each) => Math.abs(each - mean)); // surprises differ from the entropy by as much
   const order = places(scores.length, (i) => weights[i] > 0).sort((i, j) => far[i] - far[j]);
-  const farthest = far[order[border(order, weights, mass * total)]];
+  const farthest = far[order[border(order, weights, mass * total)]] + TIE;
   return places(scores.length, (i) => weights[i] > 0 && far[i] <= farthest);
 }
 

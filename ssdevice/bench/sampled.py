@@ -126,7 +126,13 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
                 else None
             )
             chooser = Chooser(
-                replace(sampler, seed=seed, logprobs=0), ids, stops, vocab, grammar, engine.kernels
+                replace(sampler, seed=seed, logprobs=0),
+                ids,
+                stops,
+                vocab,
+                grammar,
+                engine.kernels,
+                engine.source,
             )
             rows: list[Rows] = []
 

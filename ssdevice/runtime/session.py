@@ -307,7 +307,13 @@ class Session(OpenBundle):
         if sampling.structure:
             grammar = open_grammar(sampling.structure, self.tokenizer, vocab)
         return Chooser(
-            sampling, prompt, self.tokenizer.stop_ids, vocab, grammar, self.engine.kernels
+            sampling,
+            prompt,
+            self.tokenizer.stop_ids,
+            vocab,
+            grammar,
+            self.engine.kernels,
+            self.engine.source,
         )
 
     def _advance(self, request: Request) -> Advance:

@@ -185,11 +185,11 @@ def test_answers_are_those_of_the_test_vectors(file: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--temperature", "-1"], "temperature is -1.0, expected 0.0 to 100.0"),
-        (["--temperature", "1e-7"], "temperature is 1e-07, expected 0 or 1e-6 to 100.0"),
+        (["--temperature", "-1"], "temperature is -1.0, expected 0 to 100"),
+        (["--temperature", "1e-7"], "temperature is 1e-07, expected 0 (greedy), or 1e-6 to 100"),
         (["--temperature", "nan"], "temperature is"),
         (["--temperature", "warm"], '--temperature is "warm", expected a number'),
-        (["--temperature", "1", "--top-p", "0"], "top_p is 0.0, expected more than 0 to 1.0"),
+        (["--temperature", "1", "--top-p", "0"], "top_p is 0.0, expected above 0, at most 1"),
         (["--temperature", "1", "--seed", str(1 << 64)], f"from 0 to {(1 << 64) - 1}"),
         (["--temperature", "1", "--seed", "-1"], "--seed is"),
         (["--temperature", "1", "--top-k", "2.5"], '--top-k is "2.5", expected a whole number'),

@@ -31,7 +31,8 @@ def summary(results: list[Result]) -> str:
     )
     peak = max((result.peak_mb for result in results), default=0.0)
     lines.append(
-        f"largest growth of a case {peak:.0f} MB (bound {MAX_GROWTH_MB}; address space +{ADDRESS_SPACE_MB})"
+        f"largest growth of a case {peak:.0f} MB (bound {MAX_GROWTH_MB}; address space "
+        f"+{ADDRESS_SPACE_MB})"
     )
     return "\n".join(lines)
 
@@ -78,7 +79,8 @@ def main() -> int:
             "".join(json.dumps(asdict(result)) + "\n" for result in results), "utf-8"
         )
     print(
-        f"seed {options.seed}, {len(results)} cases, {perf_counter() - clock:.0f} s\n{summary(results)}"
+        f"seed {options.seed}, {len(results)} cases, {perf_counter() - clock:.0f} s\n"
+        f"{summary(results)}"
     )
     return int(any(result.outcome == "BUG" for result in results))
 

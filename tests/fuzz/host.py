@@ -37,7 +37,9 @@ sanitizer, and assertions of the compiler that its releases are built with, wher
 from sizes near 2**31.
 """
 TIMEOUT_S = 300
-"""Sanitizers make a manifest of a megabyte take seconds, and other work on the machine takes more."""
+"""Sanitizers make a manifest of a megabyte take seconds, and other work on the machine takes
+more.
+"""
 PROMPT = "1 2 3\n"
 
 
@@ -90,8 +92,9 @@ def _judge(folder: Path, oracle: Oracle, expected: str, sampled: bool) -> tuple[
         and len(error) <= MAX_LINE
     ):
         return "refused", error.strip()
-    if any(all(part in error for part in report) for report in OF_ONNX_RUNTIME):
-        return "ended by ONNX Runtime", ""
+    for report in OF_ONNX_RUNTIME:
+        if all(part in error for part in report):
+            return "ended by ONNX Runtime", ""
     if code:
         return "BUG", f"exit code {code}: {said[:100]} {error[:1000]}"
     try:

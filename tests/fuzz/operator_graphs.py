@@ -390,8 +390,45 @@ CHANGES = (
 )
 
 
+def attentions() -> list[Node]:
+    """Calls of attention that its node's schema lets through: only the kernel can refuse them."""
+    query = np.ones((1, 1, 48), F)
+    none = np.zeros((0, 16), F)
+    cached = np.ones((3, 16), F)
+    fresh = np.ones((1, 16), F)
+    hidden = np.full((1, 1, 4), -1e9, F)
+    all_seen = np.zeros((1, 1, 4), F)
+    infinite = np.full((1, 1, 4), np.inf, F)
+    runs = {
+        "right": (query, cached, fresh, none, all_seen, 1),
+        "nothing is seen": (query, cached, fresh, none, hidden, 1),
+        "no rows that are new": (query, cached, none, none, all_seen[..., :3], 1),
+        "no rows at all": (query, none, none, none, all_seen[..., :0], 1),
+        "queries that are not numbers": (query * np.nan, cached, fresh, none, all_seen, 1),
+        "an infinite mask": (query, cached, fresh, none, infinite, 1),
+        "a mask that is too short": (query, cached, fresh, none, all_seen[..., :2], 1),
+        "more rows than the mask has": (query, cached, fresh, cached, all_seen, 1),
+        "heads without end": (query, cached, fresh, none, all_seen, 1 << 40),
+        "heads that wrap around": (query, cached, fresh, none, all_seen, (1 << 62) + 1),
+        "no heads": (query, cached, fresh, none, all_seen, 0),
+        "keys of no width": (query, cached[:, :0], fresh[:, :0], none[:, :0], all_seen, 1),
+    }
+    nodes = []
+    for queries, past, new, more, mask, heads in runs.values():
+        attributes = {"kv_heads": heads, "scale": 0.125}
+        for kind, dtype in ((kernels.TREE_ATTENTION, F), (kernels.HALF_TREE_ATTENTION, H)):
+            run = (past.astype(dtype), new, more)
+            nodes.append(Node(kind, (queries, *run, *run, mask), attributes=attributes))
+    return nodes
+
+
 def hostile(seed: int, index: int) -> Node:
-    """Case ``index``: a right node with none to three changes."""
+    """Case ``index``: those of ``attentions`` first, then right nodes with none to three
+    changes.
+    """
+    first = attentions()
+    if index < len(first):
+        return first[index]
     rng = Random(f"{seed}/{index}")
     node = rng.choice([operator, operator, step, chain])(rng)
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):

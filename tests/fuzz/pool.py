@@ -87,9 +87,9 @@ class Process:
         line = stream.readline()  # workers write whole lines
         if not line:
             code = self.process.wait()
-            raise Lost(
-                f"crash: {signal.Signals(-code).name if code < 0 else f'the worker ended with {code}'}"
-            )
+            if code < 0:
+                raise Lost(f"crash: {signal.Signals(-code).name}")
+            raise Lost(f"crash: the worker ended with {code}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -125,7 +125,8 @@ def run_cases(
         True: queue.SimpleQueue(),
     }
     for index in indices:
-        waiting[subject_of(index) is Subject.ADAPTER].put(index)
+        adapter = subject_of(index) is Subject.ADAPTER
+        waiting[adapter].put(index)
     results: list[Result] = []
     failures: list[BaseException] = []
 

@@ -32,7 +32,8 @@ def test_every_change_is_refused_or_harmless(subjects: Path) -> None:
     results = run_cases(subjects, SEED, range(COUNT), 2, lambda _: None)
     bugs = [result for result in results if result.outcome == "BUG"]
     assert not bugs, (
-        f"{len(bugs)} bugs, the first: {bugs[0]}; see it with python -m tests.fuzz --seed {SEED} --only N"
+        f"{len(bugs)} bugs, the first: {bugs[0]}; see it with python -m tests.fuzz --seed {SEED} "
+        "--only N"
     )
     assert len(results) == COUNT
     for subject in Subject:
@@ -49,15 +50,13 @@ def test_a_case_is_the_same_every_time(subjects: Path, tmp_path: Path) -> None:
         places = [tmp_path / f"{index}-{turn}" for turn in range(2)]
         cases = [change(5, index, subject, subjects, place) for place in places]
         assert cases[0] == cases[1]
-        files = [
-            {
-                str(path.relative_to(place)): path.read_bytes()
-                for path in place.rglob("*")
-                if path.is_file()
-            }
-            for place in places
-        ]
-        assert files[0] == files[1]
+        assert contents(places[0]) == contents(places[1])
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    """All files below a folder, by path."""
+    files = [path for path in place.rglob("*") if path.is_file()]
+    return {str(path.relative_to(place)): path.read_bytes() for path in files}
 
 
 @pytest.mark.wide

@@ -78,6 +78,14 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
         None,
         "token 4000 is not one of the model's",
     ),
+    ("a bias of 401 digits", {"logit_bias": {"5": -(10**400)}}, None, "from -1e30 to 1e30"),
+    ("a bias beyond float32", {"logit_bias": {"5": -1e39}}, None, "from -1e30 to 1e30"),
+    (
+        "a penalty that makes scores infinite",
+        {"repetition_penalty": 1e-37, "temperature": 1e-6, "top_p": 0.5},
+        None,
+        "repetition_penalty is 1e-37, expected 0.01 to 100",
+    ),
     (
         "another form",
         {"response_format": {"type": "xml"}},

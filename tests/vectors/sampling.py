@@ -13,12 +13,17 @@ Step s has row s % 3.
 
 An answer in ``choices`` has ``tokens``, chosen one after another with a ``seed`` (as text: it has
 64 bits), and ``left``, the number of tokens that truncation left each time.
+
+A case of ``rows`` is one choice from ``logits`` that no good model returns (as texts, since JSON
+has no NaN and no infinity; all are float32): its ``token``, or who is at fault that there is none,
+``refused``: ``model`` or ``request``. A case of ``options`` is what cannot be asked for, and how
+messages about it end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdevice.errors import BundleError, InputError
 from ssdevice.runtime.sampling.choice import Chooser, truncated
 from ssdevice.runtime.sampling.noise import gumbel, philox
 from ssdevice.runtime.sampling.options import Processors, Sampling
@@ -81,9 +87,70 @@ SAMPLERS: tuple[Mapping[str, Any], ...] = (
 )
 
 
+NEVER = "-Infinity"
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("0", "NaN", "1", "0"),
+    ("NaN", "0", "1", "0"),
+    ("0", "1", "0", "NaN"),
+    ("0", "Infinity", "1", "0"),
+    (NEVER, NEVER, NEVER, NEVER),
+    (NEVER, "2", NEVER, NEVER),
+    (NEVER, "NaN", NEVER, NEVER),
+    ("1e37", "2e37", "1e37", "-1e37"),
+    ("0", "3e38", "-3e38", "3e38"),
+    ("1e37", "3e38", "1", "0"),
+    ("-3e38", "-3e38", "-2e38", "-3e38"),
+    ("-1e38", "-1e38", "-1e38", "-1e38"),
+    ("0", "-3e38", "1", "-1e38"),
+    ("1e-45", "0", "-1e-45", "1e-40"),
+    ("5", "5", "5", "5"),
+)
+EXTREMES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.5, "top_p": 0.9},
+    {"temperature": 0.5, "top_k": 2},
+    {"temperature": 0.5, "min_p": 0.1},
+    {"temperature": 0.5, "typical_p": 0.9},
+    {"temperature": 1e-6, "top_p": 0.5},
+    {"temperature": 1e-6, "typical_p": 0.5},
+    {"temperature": 100.0, "repetition_penalty": 100.0, "top_p": 5e-324},
+    {"temperature": 1e-6, "repetition_penalty": 0.01, "top_p": 0.5},
+    {"temperature": 0.3, "repetition_penalty": 0.01},
+    {"repetition_penalty": 100.0},
+    {"temperature": 1.0, "suppress": [1]},
+    {"temperature": 1.0, "suppress": [0, 1, 2, 3]},
+    {"temperature": 1e-6, "top_p": 0.5, "logit_bias": dict.fromkeys("0123", -1e30)},
+    {"temperature": 1e-6, "typical_p": 0.5, "logit_bias": {"1": 1e30, "2": -1e30}},
+)
+REFUSED: tuple[Mapping[str, Any], ...] = (
+    {"temperature": -0.1},
+    {"temperature": 1e-7},
+    {"temperature": 101.0},
+    {"top_p": 0.0},
+    {"top_p": 1.5},
+    {"min_p": 2.0},
+    {"typical_p": 0.0},
+    {"repetition_penalty": 1e-37},
+    {"repetition_penalty": 0.0},
+    {"repetition_penalty": 101.0},
+    {"presence_penalty": 101.0},
+    {"frequency_penalty": -101.0},
+    {"logit_bias": {"1": 1e31}},
+    {"logit_bias": {"1": -1e38}},
+)
+
+
 def record() -> dict[str, Any]:
     """All vectors; they are the same every time."""
-    return {"philox": _philox(), "noise": _noise(), "logits": _logits(), "choices": _choices()}
+    return {
+        "philox": _philox(),
+        "noise": _noise(),
+        "logits": _logits(),
+        "choices": _choices(),
+        "rows": [row_case(logits, asked) for logits, asked in product(ROWS, EXTREMES)],
+        "options": [_options_case(asked) for asked in REFUSED],
+    }
 
 
 def text(vectors: Mapping[str, list[Any]]) -> str:
@@ -150,6 +217,35 @@ def answer(case: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         tokens.append(token)
         processors.accept(token)
     return tokens, left
+
+
+def row_case(
+    logits: Sequence[str], asked: Mapping[str, Any], seed: int = 7, prompt: Sequence[int] = (1,)
+) -> dict[str, Any]:
+    """A case of ``rows``, with what Python makes of it."""
+    case: dict[str, Any] = {
+        "logits": list(logits),
+        "sampling": dict(asked),
+        "seed": str(seed),
+        "prompt": list(prompt),
+        "stops": [STOP],
+    }
+    choose = Chooser(sampling_of(case), prompt, [STOP], len(logits))
+    try:
+        return {**case, "token": choose(np.array([float(each) for each in logits], np.float32))}
+    except BundleError:
+        return {**case, "refused": "model"}
+    except InputError:
+        return {**case, "refused": "request"}
+
+
+def _options_case(asked: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        sampling_of({"sampling": asked, "seed": "0"})
+    except InputError as error:
+        said = str(error)
+    marks = [said.find(mark) for mark in ("expected ", "no number from ")]
+    return {"sampling": dict(asked), "message": said[max(marks) :]}
 
 
 def _check_margin(scores: NDArray[np.float32], sampling: Sampling, left: int) -> None:

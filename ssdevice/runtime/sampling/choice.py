@@ -25,7 +25,7 @@ from ssdevice.tree import Tree
 @dataclass(frozen=True)
 class Logprobs:
     """Log-probabilities of the model's own logits: of the chosen token, and of the likeliest ``ids
-    [n]``.
+    [n]``, fewer than asked for where the model rules out the others.
     """
 
     chosen: float
@@ -37,13 +37,21 @@ NEAR = 1e-5
 """More than rounding changes of a score or a probability."""
 MUCH = 1e4
 """More surprise than that of any possible token."""
+TIE = 1e-12
+"""Surprises are as far from the entropy if they differ by less: it is a sum, which is rounded
+differently in another order.
+"""
+NO_NUMBERS = -1
+"""Instead of a token: a score is NaN, or the best one is not finite."""
+NO_TOKEN = -2
+"""Instead of a token: all scores are -infinity."""
 
 
 class Compiled:
     """The choice of a token by the kernels' library (``native``), for one answer; rows are
     contiguous in memory.
 
-    It agrees with NumPy here, except perhaps for scores or sums closer than 1e-12.
+    It agrees with ``choose``, except perhaps for scores or sums closer than 1e-12.
     """
 
     def __init__(self, library: Any, s: Sampling) -> None:
@@ -52,23 +60,21 @@ class Compiled:
         self._choose.argtypes = [c_void_p, c_int64, *4 * [c_double], c_int64, c_uint64, c_int64]
         self._log_total.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
         self._log_total.restype = c_double
-        whole = s.temperature, 1.0, 0.0, 1.0, 0, s.seed
-        self._draws = whole, (s.temperature, s.top_p, s.min_p, s.typical_p, s.top_k, s.seed)
+        self._of_all = (s.temperature, 1.0, 0.0, 1.0, 0, s.seed)
+        self._of_left = (s.temperature, s.top_p, s.min_p, s.typical_p, s.top_k, s.seed)
 
-    def choose(self, scores: Scores, position: int, truncated: bool = True) -> int:
-        """The token at a position from processed logits ``[V]``; negative if they have none, or are
-        not numbers.
-        """
-        return int(self._choose(scores.ctypes.data, len(scores), *self._draws[truncated], position))
+    def choose(self, scores: Scores, position: int, truncating: bool = True) -> int:
+        """What ``choose`` returns."""
+        draw = self._of_left if truncating else self._of_all
+        return int(self._choose(scores.ctypes.data, len(scores), *draw, position))
 
     def log_total(self, logits: Scores, count: int) -> tuple[float, list[int]]:
         """The logarithm of the sum of ``exp(logits [V])``, and the likeliest ``ids [count]``, ties
-        to the lowest.
+        to the lowest; NaN if a logit is NaN or infinity.
         """
         ids = np.zeros(count, np.int32)
-        return self._log_total(
-            logits.ctypes.data, len(logits), ids.ctypes.data, count
-        ), ids.tolist()
+        total = self._log_total(logits.ctypes.data, len(logits), ids.ctypes.data, count)
+        return total, ids.tolist()
 
 
 class Chooser:
@@ -76,7 +82,8 @@ class Chooser:
 
     ``logprobs``: of every token so far, if asked for. ``prompt``, ``stops``, ``vocab``: see
     ``Processors``. ``grammar``: of ``sampling.structure``. ``library``: the kernels' (``native``),
-    for speed. Raises InputError for ids that the model does not have.
+    for speed. ``source``: the bundle, for messages. Raises InputError for ids that the model does
+    not have.
     """
 
     def __init__(
@@ -87,9 +94,11 @@ class Chooser:
         vocab: int,
         grammar: Grammar | None = None,
         library: object = None,
+        source: object = "the bundle",
     ) -> None:
         sampling.check_ids(vocab)
         self.sampling = sampling
+        self._source = source
         self._processed = sampling.processed
         self._grammar = grammar
         self.logprobs: list[Logprobs] = []
@@ -107,7 +116,8 @@ class Chooser:
     def __call__(self, logits: Scores) -> int:
         """The token after the text so far, which it then belongs to; ``logits [V] float32``.
 
-        Raises BundleError for logits with NaN, InputError if every token is forbidden.
+        A logit of -infinity rules a token out. Raises BundleError for logits that are not numbers,
+        or of which the best score is not finite; InputError if every token is forbidden.
         """
         grammar = self._grammar
         scores = self._processors(logits) if self._processed else logits
@@ -130,7 +140,8 @@ class Chooser:
         exceeds ``min(ε, sqrt(ε) exp(-entropy))`` of its parent's row. Of the longest paths the
         likeliest wins (2401.10774 section 2.3.1), then the lowest node.
         """
-        if not (s := self.sampling).typical_acceptance:
+        s = self.sampling
+        if not s.typical_acceptance:
             return [0]
         # node -> the logarithm of its path's probability; its token
         likely = {0: 0.0}
@@ -155,7 +166,8 @@ class Chooser:
         return path
 
     def _accept(self, logits: Scores, token: int) -> None:
-        if (most := self.sampling.logprobs) is not None:
+        most = self.sampling.logprobs
+        if most is not None:
             self.logprobs.append(self._log_probabilities(logits, token, min(most, len(logits))))
         self._processors.accept(token)
 
@@ -168,43 +180,72 @@ class Chooser:
         """
         s = self.sampling
         position = len(self._processors.ids)
-        found = (
-            self._compiled.choose(scores, position, truncated=not unmasked)
-            if self._compiled is not None
-            else -1
-        )
-        if found >= 0 and not (unmasked and s.truncates):
-            return found
-        top = int(np.argmax(scores))
-        if not np.isfinite(scores[top]):
-            if np.isnan(scores[top]) or not np.isfinite(np.max(logits)):
-                raise BundleError("the model returned logits that are not numbers")
-            raise InputError("the request forbids every token that the model could choose")
-        if not s.temperature:
-            return top
-        best = found if found >= 0 else sample_all(scores, top, s.temperature, s.seed, position)
-        if unmasked:
-            return best if _stays(scores, top, best, s) else None
-        scores, kept = truncated(scores / np.float32(s.temperature), s)
-        return (
-            best
-            if kept is None or best in kept
-            else sample(scores, kept, s.seed, position, len(logits))
+        if self._compiled is not None:
+            token = self._compiled.choose(scores, position, truncating=not unmasked)
+        else:
+            token = choose(scores, position, s, truncating=not unmasked)
+        if token < 0:
+            raise self._refusal(token, logits)
+        if unmasked and s.temperature and s.truncates and not _stays(scores, token, s):
+            return None
+        return token
+
+    def _refusal(self, reason: int, logits: Scores) -> InputError:
+        """The error for a row of ``logits`` without a token: NO_NUMBERS or NO_TOKEN."""
+        if reason == NO_TOKEN and np.any(logits != -np.inf):
+            return InputError("the request forbids every token that the model could choose")
+        return BundleError(
+            f"{self._source}: the model returned logits that are not numbers, or too large to "
+            "choose from; `ssdevice verify` tells whether the bundle is damaged"
         )
 
     def _log_probabilities(self, logits: Scores, token: int, best: int) -> Logprobs:
-        """Those of a token and of the ``best`` likeliest ones, ties to the lowest id."""
+        """Those of a token and of the ``best`` likeliest ones, ties to the lowest id.
+
+        Raises BundleError for logits that are not numbers.
+        """
         if self._compiled is not None:
             total, likely = self._compiled.log_total(logits, best)
         else:
-            total = float(np.logaddexp.reduce(logits, dtype=np.float64))
+            with np.errstate(invalid="ignore"):  # of NaN and infinity there is no total
+                total = float(np.logaddexp.reduce(logits, dtype=np.float64))
             some = np.flatnonzero(logits >= np.partition(logits, -max(best, 1))[-max(best, 1)])
             likely = some[np.argsort(-logits[some], kind="stable")][:best].tolist()
+        if not math.isfinite(total):
+            raise self._refusal(NO_NUMBERS, logits)
+        ids = tuple(each for each in likely if logits[each] > -np.inf)
         return Logprobs(
-            float(logits[token]) - total,
-            tuple(likely),
-            tuple(float(logits[i]) - total for i in likely),
+            chosen=float(logits[token]) - total,
+            ids=ids,
+            values=tuple(float(logits[each]) - total for each in ids),
         )
+
+
+def choose(scores: Scores, position: int, s: Sampling, truncating: bool = True) -> int:
+    """The token at a position from processed logits ``[V]``, or NO_NUMBERS or NO_TOKEN.
+
+    ``truncating``: whether top-k, top-p, min-p and typical-p leave tokens out. Nothing is drawn
+    unless the best score is finite, also after the division by the temperature, which happens in
+    float32: what overflows there to -infinity is never chosen.
+    """
+    top = int(np.argmax(scores))  # the first NaN, if there is one
+    if np.isnan(scores[top]) or scores[top] == np.inf:
+        return NO_NUMBERS
+    if scores[top] == -np.inf:
+        return NO_TOKEN
+    if not s.temperature:
+        return top
+    temperature = np.float32(s.temperature)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(scores[top] / temperature):
+            return NO_NUMBERS
+        best = sample_all(scores, top, s.temperature, s.seed, position)
+        if not truncating or not s.truncates:
+            return best
+        left, ids = truncated(scores / temperature, s)
+    if ids is None or best in ids:
+        return best
+    return sample(left, ids, s.seed, position, len(scores))
 
 
 def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
@@ -215,7 +256,8 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
 
     def keep(at: Integers) -> None:
         nonlocal scores, ids
-        scores, ids = scores[at], at if ids is None else ids[at]
+        scores = scores[at]
+        ids = at if ids is None else ids[at]
 
     if 0 < s.top_k < len(scores):
         keep(np.flatnonzero(scores >= np.partition(scores, -s.top_k)[-s.top_k]))
@@ -230,26 +272,28 @@ def truncated(scores: Scores, s: Sampling) -> tuple[Scores, Integers | None]:
 
 def probabilities(logits: Scores, ids: Sequence[int], s: Sampling) -> tuple[list[float], float]:
     """Those of ``ids`` when sampling from processed ``logits [V]``, and the entropy of all in nats;
-    NaN gives NaN.
+    all are NaN where there is none, because the best score is not finite.
     """
-    below, kept = truncated(logits / np.float32(s.temperature), s)
+    with np.errstate(over="ignore"):
+        scores = logits / np.float32(s.temperature)
+    if not np.isfinite(np.max(scores)):
+        return [math.nan] * len(ids), math.nan
+    below, kept = truncated(scores, s)
     below -= np.max(below)
     np.maximum(below, np.float32(-MUCH), out=below)
     weight = np.exp(below)
     total = float(np.sum(weight))
-    found = [float(weight[i] if kept is None else np.sum(weight[kept == i])) / total for i in ids]
+    if kept is None:
+        found = [float(weight[i]) / total for i in ids]
+    else:
+        found = [float(np.sum(weight, where=kept == i)) / total for i in ids]
     return found, math.log(total) - float(weight @ below) / total
 
 
-def _stays(logits: Scores, top: int, token: int, s: Sampling) -> bool:
-    """Whether truncation keeps a token whichever others a structure excludes.
-
-    ``top``: the likeliest token.
-    """
-    p = weights(
-        logits[logits >= logits[token]] / np.float32(s.temperature),
-        logits[top] / np.float32(s.temperature),
-    )
+def _stays(logits: Scores, token: int, s: Sampling) -> bool:
+    """Whether truncation keeps a token whichever others a structure excludes."""
+    scores = np.extract(logits >= logits[token], logits) / np.float32(s.temperature)
+    p = weights(scores, np.max(scores))
     mine = np.min(p)
     all_of_these = np.sum(p)
     return not (
@@ -272,10 +316,10 @@ def _nucleus(scores: Scores, mass: float) -> Integers:
     """The likeliest tokens that have ``mass`` together, ids ascending."""
     weight = weights(scores, np.max(scores))
     total = float(np.sum(weight))
-    likely = np.flatnonzero(
-        weight >= (1 - mass) * total / len(weight)
-    )  # all others have less than 1 - mass together
-    order = likely[np.argsort(-weight[likely], kind="stable")]
+    # All others have less than 1 - mass together.
+    likely = np.flatnonzero(weight >= (1 - mass) * total / len(weight))
+    # By scores: weights of different ones may be equal.
+    order = likely[np.argsort(-scores[likely], kind="stable")]
     return np.sort(order[: 1 + int(np.searchsorted(np.cumsum(weight[order]), mass * total))])
 
 
@@ -286,12 +330,11 @@ def _typical(scores: Scores, mass: float) -> Integers:
     below = np.maximum(scores.astype(np.float64) - float(np.max(scores)), -MUCH)
     weight = np.exp(below)
     total = np.sum(weight)
-    far = np.abs(
-        below - np.sum(weight * below) / total
-    )  # of surprises and the entropy, these have the differences
+    # Surprises differ from the entropy by as much as these from their mean.
+    far = np.abs(below - np.sum(weight * below) / total)
     order = np.argsort(far)
     last = min(int(np.searchsorted(np.cumsum(weight[order] / total), mass)), len(order) - 1)
-    return np.flatnonzero(far <= far[order[last]])
+    return np.flatnonzero(far <= far[order[last]] + TIE)
 
 
 def walk(
@@ -307,12 +350,14 @@ def walk(
     tokens = [held[node] for node in path[1:]]
     while True:
         tokens.append(choose(path[-1]))
-        children = (
-            node for node in range(path[-1] + 1, tree.size) if tree.parents[node] == path[-1]
-        )
-        if (child := next((node for node in children if held[node] == tokens[-1]), None)) is None:
+        entered = [
+            node
+            for node in range(path[-1] + 1, tree.size)
+            if tree.parents[node] == path[-1] and held[node] == tokens[-1]
+        ]
+        if not entered:
             return path, tokens
-        path.append(child)
+        path.append(entered[0])
 
 
 def drafted(tree: Tree, drafts: NDArray[np.int32]) -> list[int]:

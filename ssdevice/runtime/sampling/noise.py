@@ -6,8 +6,7 @@ et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), whose key is the se
 is (number, position, kind, 0):
 
 - kind 0, number g: words 0 and 1 give ``e`` of the luckiest of the tokens ``256 g .. 256 g + 255``,
-  an exponential
-  number divided by 256; word 2 modulo 256 says which of them that is;
+  an exponential number divided by 256; word 2 modulo 256 says which of them that is;
 - kind 1, number ``i >> 1``: words ``2 (i & 1)`` and the next give how much more every other token i
   of a group has.
 
@@ -99,14 +98,16 @@ def sample_all(logits: Scores, top: int, temperature: float, seed: int, position
     t = np.float32(temperature)
     group = top // GROUP
     smallest, luck, lucky = _groups(seed, position, vocab)
-    words = philox(top >> 1, int(position), 1, seed)
-    more = 0.0 if lucky[group] == top else exponential(*words[2:] if top & 1 else words[:2])
+    more = 0.0
+    if lucky[group] != top:
+        words = philox(top >> 1, int(position), 1, seed)
+        at = 2 * (top & 1)
+        more = exponential(words[at], words[at + 1])
     floor = (logits[top] / t - np.log(smallest[group] + more) - luck) * temperature
     floor = (floor - SLACK * (1 + np.abs(floor))).astype(np.float32)
     whole = vocab // GROUP
     ids = np.flatnonzero(logits[: whole * GROUP].reshape(whole, GROUP) >= floor[:whole, None])
     if vocab % GROUP:
-        ids = np.append(
-            ids, whole * GROUP + np.flatnonzero(logits[whole * GROUP :] >= floor[whole])
-        )
+        last = np.flatnonzero(logits[whole * GROUP :] >= floor[whole])
+        ids = np.append(ids, whole * GROUP + last)
     return sample(logits[ids] / t, ids, seed, position, vocab)

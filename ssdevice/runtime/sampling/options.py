@@ -1,8 +1,9 @@
 """What a user may ask of the choice of tokens, and the processors of logits that it takes."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Self
 
 import numpy as np
@@ -20,6 +21,14 @@ Processor = Callable[[Sequence[int], Scores], Scores]
 MAX_LOGPROBS = 1000
 NEVER = np.float32(-np.inf)
 PART: Rule = {"exclusiveMinimum": 0, "maximum": 1}
+LEAST_TEMPERATURE = 1e-6
+"""Of sampling. With it and the other bounds, scores are finite for logits up to 1e30: those are at
+most ``(1e30 + LARGEST_BIAS) / LEAST_PENALTY / LEAST_TEMPERATURE`` = 2e38, and a float32 at most
+3.4e38. Users of OpenAI (penalties of -2 to 2, biases of -100 to 100, temperatures up to 2), vLLM
+(which raises temperatures below 0.01 to that) and transformers are far inside.
+"""
+LEAST_PENALTY = 0.01
+LARGEST_BIAS = 1e30
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "typical_acceptance")
 """Fields of Sampling that ask for sampling, unless the temperature is 0."""
 
@@ -33,9 +42,9 @@ class Sampling(Ruled):
     ``no_repeat_ngram_size``, ``bad_words`` (sequences of token ids), ``min_new_tokens`` (no stop
     token before) and ``min_length`` (the same, of prompt and answer), ``suppress`` and
     ``begin_suppress`` (token ids; the latter for the first token only), ``logit_bias`` (added by
-    token id), ``processors``, the tokens that ``structure`` allows; then, if ``temperature`` is
-    above 0, ``temperature``, ``top_k`` (0: all), ``top_p``, ``min_p`` and ``typical_p``. The
-    largest of these scores plus the noise of ``seed`` and position wins
+    token id; -inf bans one), ``processors``, the tokens that ``structure`` allows; then, if
+    ``temperature`` is above 0, ``temperature``, ``top_k`` (0: all), ``top_p``, ``min_p`` and
+    ``typical_p``. The largest of these scores plus the noise of ``seed`` and position wins
     (``ssdevice.runtime.sampling.noise``). ``logprobs``: how many to report for each token, from the
     model's own logits; None for none.
 
@@ -50,7 +59,7 @@ class Sampling(Ruled):
     top_p: float = field(default=1.0, metadata=PART)
     min_p: float = field(default=0.0, metadata=within(0, 1))
     typical_p: float = field(default=1.0, metadata=PART)
-    repetition_penalty: float = field(default=1.0, metadata={"exclusiveMinimum": 0, "maximum": 100})
+    repetition_penalty: float = field(default=1.0, metadata=within(LEAST_PENALTY, 100))
     presence_penalty: float = field(default=0.0, metadata=within(-100, 100))
     frequency_penalty: float = field(default=0.0, metadata=within(-100, 100))
     no_repeat_ngram_size: int = field(default=0, metadata=within(0, MOST))
@@ -68,25 +77,14 @@ class Sampling(Ruled):
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            kinds = (int, float) if isinstance(each.default, float) else int
-            if (
-                each.metadata
-                and value is not each.default
-                and (type(value) is bool or not isinstance(value, kinds))
-            ):
-                raise InputError(
-                    f"{each.name} is {value!r}, expected {'a whole' if kinds is int else 'a'} number"
-                )
+            _check_type(each, getattr(self, each.name))
         super().__post_init__()
-        if 0 < self.temperature < 1e-6:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
             raise InputError(
                 f"temperature is {self.temperature!r}, expected 0 (greedy), or 1e-6 to 100"
             )
-        if not all(
-            type(bias) in (int, float) and bias <= 1e30 for bias in self.logit_bias.values()
-        ):
-            raise InputError("logit_bias has a value that is no number of at most 1e30")
+        for token, bias in self.logit_bias.items():
+            _check_bias(token, bias)
         if self.structure is not None and not isinstance(self.structure, Structure):
             raise InputError(f"structure is {type(self.structure).__name__}, expected Structure")
         if not all(self.bad_words):
@@ -94,9 +92,9 @@ class Sampling(Ruled):
         if self.typical_acceptance and (
             not self.temperature or self.processed or self.structure is not None
         ):
-            others = "not with a structure or what else changes logits"
             raise InputError(
-                f"typical_acceptance goes with a temperature above 0 and truncations, {others}"
+                "typical_acceptance goes with a temperature above 0 and truncations, not with a "
+                "structure or what else changes logits"
             )
 
     @classmethod
@@ -130,15 +128,33 @@ class Sampling(Ruled):
 
     def check_ids(self, vocab: int) -> None:
         """Raise InputError for a token id that the model does not have."""
-        ids = [
-            *self.logit_bias,
-            *self.suppress,
-            *self.begin_suppress,
-            *(i for word in self.bad_words for i in word),
-        ]
+        ids = [*self.logit_bias, *self.suppress, *self.begin_suppress]
+        for word in self.bad_words:
+            ids += word
         for token in ids:
             if type(token) is not int or not 0 <= token < vocab:
                 raise InputError(f"token {token!r} is not one of the model's {vocab}")
+
+
+def _check_type(option: Field[Any], value: Any) -> None:
+    """Raise InputError for an option that should be a number and is none."""
+    if not option.metadata or value is option.default:
+        return
+    if isinstance(option.default, float):
+        if type(value) is bool or not isinstance(value, int | float):
+            raise InputError(f"{option.name} is {value!r}, expected a number")
+    elif type(value) is bool or not isinstance(value, int):
+        raise InputError(f"{option.name} is {value!r}, expected a whole number")
+
+
+def _check_bias(token: int, bias: Any) -> None:
+    """Raise InputError for a bias that scores cannot have added."""
+    if type(bias) not in (int, float):
+        raise InputError(f"logit_bias of token {token} is {bias!r}, expected a number")
+    if not -LARGEST_BIAS <= bias <= LARGEST_BIAS and bias != -math.inf:
+        raise InputError(
+            f"logit_bias of token {token} is no number from -1e30 to 1e30, nor -inf, which bans it"
+        )
 
 
 _AFTERWARDS = frozenset((*DRAWING, "logprobs", "structure"))
@@ -159,9 +175,8 @@ class Processors:
         self.sampling = sampling
         self.ids = list(prompt)
         self._prompt = len(prompt)
-        self._stops = [
-            stop for stop in stops if stop < vocab
-        ]  # a tokenizer may have more tokens than the model
+        # A tokenizer may have more tokens than the model.
+        self._stops = [stop for stop in stops if stop < vocab]
         # As in transformers, where a stop token is not banned: no answer would end.
         self._bad = [word for word in sampling.bad_words if len(word) > 1 or word[0] not in stops]
         self._seen = np.zeros(vocab, bool)
@@ -181,7 +196,28 @@ class Processors:
         self._index(len(self.ids))
 
     def __call__(self, logits: Scores) -> Scores:
-        """The processed logits of the token after ``ids``; ``logits [V]`` stay as they are."""
+        """The processed logits of the token after ``ids``; ``logits [V]`` stay as they are.
+
+        What overflows float32 becomes infinite, as in every host. Raises InputError for what
+        ``processors`` must not return.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            scores = self._penalized(logits)
+        scores[self._banned()] = NEVER
+        for processor in self.sampling.processors:
+            before = scores
+            scores = np.ascontiguousarray(processor(self.ids, before), np.float32)
+            if scores.shape != logits.shape:
+                raise InputError(
+                    f"a processor returned scores {list(scores.shape)}, "
+                    f"expected {list(logits.shape)}"
+                )
+            if not np.max(scores) < np.inf and np.max(before) < np.inf:
+                raise InputError("a processor returned scores with NaN or infinity")
+        return scores
+
+    def _penalized(self, logits: Scores) -> Scores:
+        """A copy of ``logits [V]`` with biases and penalties."""
         s = self.sampling
         scores = logits.copy()
         scores[self._biased] += self._bias
@@ -195,13 +231,6 @@ class Processors:
             presence = np.float32(s.presence_penalty)
             frequency = np.float32(s.frequency_penalty)
             scores[at] -= presence + frequency * self._counts[at]
-        scores[self._banned()] = NEVER
-        for processor in s.processors:
-            scores = np.ascontiguousarray(processor(self.ids, scores), np.float32)
-            if scores.shape != logits.shape:
-                raise InputError(
-                    f"a processor returned scores {list(scores.shape)}, expected {list(logits.shape)}"
-                )
         return scores
 
     def _banned(self) -> list[int]:
@@ -218,6 +247,7 @@ class Processors:
 
     def _index(self, end: int) -> None:
         """Remember the n-gram that ends with the token before ``end``."""
-        if (size := self.sampling.no_repeat_ngram_size) and end >= size:
+        size = self.sampling.no_repeat_ngram_size
+        if size and end >= size:
             *before, last = self.ids[end - size : end]
             self._followers[tuple(before)].append(last)

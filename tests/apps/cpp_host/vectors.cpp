@@ -42,6 +42,27 @@ Json times_of_choices(const char* file, const Json& asked) {
   return times;
 }
 
+// A case of one choice, with what comes of it here: its token, or who is at fault for none.
+Json outcome_of(Json given) {
+  given.erase("token");
+  given.erase("refused");
+  std::vector<float> logits;
+  for (const Json& text : given.at("logits"))
+    logits.push_back(std::strtof(text.get<std::string>().c_str(), nullptr));
+  const Sampling sampling = sampling_of(given);
+  Chooser choose(sampling, given.at("prompt").get<Ids>(), given.at("stops").get<Ids>(),
+                 static_cast<int64_t>(logits.size()));
+  try {
+    given["token"] = choose(logits.data());
+  } catch (const Error& error) {
+    const std::string said = error.what();
+    const bool forbids = said.find("the request forbids every token") != std::string::npos;
+    const bool damaged = said.find("the model returned logits that are not") != std::string::npos;
+    given["refused"] = forbids ? "request" : damaged ? "model" : said;
+  }
+  return given;
+}
+
 int main(int argc, char** argv) try {
   if (argc == 4 && argv[1] == std::string("--time"))
     return std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n', 0;
@@ -55,7 +76,9 @@ int main(int argc, char** argv) try {
   int wrong = 0, cases = 0;
   const auto expect = [&](bool right, const Json& given) {
     ++cases;
-    if (!right) ++wrong, std::cout << given.dump() << '\n';
+    if (right) return;
+    ++wrong;
+    std::cout << given.dump() << '\n';
   };
   for (const Json& given : vectors.at("philox")) {
     const auto words = philox(given.at("number"), given.at("position"), given.at("kind"),
@@ -87,6 +110,16 @@ int main(int argc, char** argv) try {
       if (sampling.temperature > 0) left.push_back(choose.left());
     }
     expect(Json(tokens) == given.at("tokens") && Json(left) == given.at("left"), given);
+  }
+  for (const Json& given : vectors.at("rows")) expect(outcome_of(given) == given, given);
+  for (const Json& given : vectors.at("options")) {
+    std::string said;
+    try {
+      Sampling().take(given.at("sampling"));
+    } catch (const Error& error) {
+      said = error.what();
+    }
+    expect(said.find(given.at("message").get<std::string>()) != std::string::npos, given);
   }
   std::cout << wrong << " of " << cases << " cases differ\n";
   return wrong > 0;

@@ -34,4 +34,24 @@ for (const given of vectors.choices) {
   }
   expect(same(tokens, given.tokens) && same(left, given.left), given);
 }
+/** The token of a case of one choice, or who is at fault for none. */
+const outcomeOf = ({ sampling, seed, prompt, stops, logits }) => {
+  const chooser = new Chooser({ ...sampling, seed: BigInt(seed) }, prompt, stops, logits.length);
+  try {
+    return chooser.choose(Float32Array.from(logits, Number));
+  } catch ({ message }) {
+    if (message.startsWith("the request forbids every token")) return "request";
+    return message.startsWith("the model returned logits that are not") ? "model" : message;
+  }
+};
+for (const given of vectors.rows) expect(outcomeOf(given) === (given.token ?? given.refused), given);
+for (const given of vectors.options) {
+  let said = "";
+  try {
+    new Chooser(given.sampling, [1], [0], 4);
+  } catch ({ message }) {
+    said = message;
+  }
+  expect(said.includes(given.message), given);
+}
 console.log(JSON.stringify({ cases }));

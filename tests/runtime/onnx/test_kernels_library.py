@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,6 +107,21 @@ def test_what_was_compiled_elsewhere_is_loaded_or_one_line(library: Path) -> Non
     other = kernels.put(library, library.parent)
     said = refusal(other)
     assert "cannot be loaded" in said and "ssdevice kernels" in said
+
+
+def test_a_library_of_something_else_is_one_line(library: Path, tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    other = tmp_path / "other.so"
+    for left_out in (*kernels.SYMBOLS, ""):
+        given = [name for name in kernels.SYMBOLS if name != left_out]
+        source.write_text("".join(f"void {name}(void) {{}}\n" for name in given))
+        subprocess.run([str(COMPILER), "-x", "c", "-shared", "-o", other, source], check=True)
+        file = kernels.put(other, library.parent)
+        if left_out:
+            said = refusal(file)
+            assert f"it has no {left_out};" in said and "ssdevice kernels" in said
+        else:
+            kernels.loaded(file)
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757])

@@ -271,6 +271,33 @@ def test_log_probabilities_are_of_the_model_itself() -> None:
     assert found.values == pytest.approx(want.topk(4).values.tolist(), abs=1e-6)
 
 
+def test_tokens_that_the_model_rules_out_have_no_log_probability() -> None:
+    logits = np.array([-np.inf, 1.0, -np.inf, 1.0], np.float32)
+    chooser = Chooser(Sampling(logprobs=4), [1], [0], 4)
+    assert chooser(logits) == 1
+    assert chooser.logprobs[0].ids == (1, 3)
+    assert chooser.logprobs[0].values == pytest.approx([np.log(0.5)] * 2)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("size", [1e30, -1e30, 4.0])
+def test_no_option_makes_scores_of_sound_logits_infinite(size: float, penalty: float) -> None:
+    """At the ends of all ranges at once."""
+    truncations = ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 1.0}, {"typical_p": 0.5})
+    for bias, truncation in product((1e30, -1e30), truncations):
+        asked = {
+            "temperature": 1e-6,
+            "repetition_penalty": penalty,
+            "presence_penalty": -100.0,
+            "frequency_penalty": -100.0,
+            "logit_bias": dict.fromkeys(range(VOCAB), bias),
+        }
+        chooser = Chooser(Sampling(**asked, **truncation), [*range(VOCAB)], [0], VOCAB)  # type: ignore[arg-type]
+        for step in range(3):
+            chooser(np.clip(scores_of(step) * np.float32(size), -1e30, 1e30))
+
+
 def test_a_processor_of_ones_own_sees_the_text() -> None:
     seen: list[list[int]] = []
 
@@ -303,7 +330,12 @@ def test_a_processor_of_ones_own_sees_the_text() -> None:
         ({"logprobs": -1}, "logprobs"),
         ({"bad_words": ((),)}, "bad_words"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias"),
-        ({"logit_bias": {1: float("inf")}}, "at most 1e30"),
+        ({"logit_bias": {1: "1"}}, "logit_bias of token 1 is '1', expected a number"),
+        ({"logit_bias": {1: float("inf")}}, "from -1e30 to 1e30, nor -inf"),
+        ({"logit_bias": {1: -1e38}}, "from -1e30 to 1e30, nor -inf"),
+        ({"logit_bias": {1: -(10**400)}}, "from -1e30 to 1e30, nor -inf"),
+        ({"repetition_penalty": 1e-37}, "repetition_penalty is 1e-37, expected 0.01 to 100"),
+        ({"temperature": 10**400}, "temperature is 1000"),
     ],
     ids=str,
 )

@@ -77,6 +77,13 @@ def test_errors_are_the_same() -> None:
             for chooser in both({"temperature": 1.0}, [1], 300):
                 with pytest.raises(BundleError, match="not numbers"):
                     chooser(row)
+    for asked in ({"logprobs": 2}, {"logprobs": 2, "temperature": 1.0}):
+        for wrong in (np.nan, np.inf):  # of a token that cannot be chosen
+            row = np.zeros(300, np.float32)
+            row[7] = wrong
+            for chooser in both({**asked, "suppress": (7,)}, [1], 300):
+                with pytest.raises(BundleError, match="not numbers"):
+                    chooser(row)
     for chooser in both({"suppress": tuple(range(300))}, [1], 300):
         with pytest.raises(InputError, match="forbids every token"):
             chooser(np.zeros(300, np.float32))

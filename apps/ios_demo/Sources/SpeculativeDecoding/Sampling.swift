@@ -51,22 +51,33 @@ public struct Sampling: Equatable, Sendable {
     }
 
     /// Throws a request error for a value outside of its range, or a token that the model does not have.
+    ///
+    /// With these ranges scores are finite for logits up to 1e30, as Python's options say.
     func check(vocab: Int) throws {
-        let numbers = [
-            ("temperature", temperature, 0...100), ("topP", topP, Double.leastNonzeroMagnitude...1), ("minP", minP, 0...1),
-            ("typicalP", typicalP, Double.leastNonzeroMagnitude...1),
-            ("repetitionPenalty", repetitionPenalty, Double.leastNonzeroMagnitude...100),
-            ("presencePenalty", presencePenalty, -100...100), ("frequencyPenalty", frequencyPenalty, -100...100),
-            ("topK", Double(topK), 0...0x1p31), ("noRepeatNgramSize", Double(noRepeatNgramSize), 0...0x1p31),
-            ("minNewTokens", Double(minNewTokens), 0...0x1p31), ("minLength", Double(minLength), 0...0x1p31),
+        let parts = Double.leastNonzeroMagnitude...1
+        let numbers: [(name: String, value: Double, range: ClosedRange<Double>, expected: String)] = [
+            ("temperature", temperature, 0...100, "0 to 100"),
+            ("topP", topP, parts, "above 0, at most 1"),
+            ("minP", minP, 0...1, "0 to 1"),
+            ("typicalP", typicalP, parts, "above 0, at most 1"),
+            ("repetitionPenalty", repetitionPenalty, 0.01...100, "0.01 to 100"),
+            ("presencePenalty", presencePenalty, -100...100, "-100 to 100"),
+            ("frequencyPenalty", frequencyPenalty, -100...100, "-100 to 100"),
+            ("topK", Double(topK), 0...0x1p31, "0 to 2147483648"),
+            ("noRepeatNgramSize", Double(noRepeatNgramSize), 0...0x1p31, "0 to 2147483648"),
+            ("minNewTokens", Double(minNewTokens), 0...0x1p31, "0 to 2147483648"),
+            ("minLength", Double(minLength), 0...0x1p31, "0 to 2147483648"),
         ]
-        for (name, value, range) in numbers where !range.contains(value) {
-            throw BundleError.request("\(name) is \(value), expected \(range.lowerBound) to \(range.upperBound)")
+        for (name, value, range, expected) in numbers where !range.contains(value) {
+            throw BundleError.request("\(name) is \(value), expected \(expected)")
         }
         if temperature > 0, temperature < 1e-6 {
-            throw BundleError.request("temperature is \(temperature), expected 0 or 1e-6 to 100")
+            throw BundleError.request("temperature is \(temperature), expected 0 (greedy), or 1e-6 to 100")
         }
-        if logitBias.values.contains(where: \.isNaN) { throw BundleError.request("logitBias has a value that is no number") }
+        for (token, bias) in logitBias where !(-1e30...1e30).contains(bias) && bias != -.infinity {
+            throw BundleError.request(
+                "logitBias of token \(token) is no number from -1e30 to 1e30, nor -inf, which bans it")
+        }
         if badWords.contains(where: \.isEmpty) { throw BundleError.request("badWords has a sequence without tokens") }
         let ids = Array(logitBias.keys) + suppress + beginSuppress + badWords.flatMap { $0 }
         if let wrong = ids.first(where: { !(0..<vocab).contains(Int($0)) }) {
@@ -100,20 +111,23 @@ public struct Chooser: Sendable {
         seen = Set(prompt)
     }
 
-    /// The token after the text so far, which it then belongs to.
+    /// The token after the text so far, which it then belongs to. A logit of -infinity rules a token out.
     ///
-    /// Throws an error of damage for logits that are not numbers, a request error if every token is forbidden.
+    /// Throws an error of damage for logits that are not numbers, or of which the best score is not finite; a request
+    /// error if every token is forbidden.
     public mutating func choose(_ logits: [Float]) throws -> Int32 {
         let scores = processed(logits)
-        guard !scores.contains(where: \.isNaN), let highest = scores.max(), highest < .infinity else {
-            throw BundleError.damaged("the model returned logits that are not numbers")
-        }
-        guard highest > -.infinity else {
+        let highest = scores.contains(where: \.isNaN) ? Float.nan : scores.max() ?? -.infinity
+        if highest == -.infinity, logits.contains(where: { $0 != -.infinity }) {
             throw BundleError.request("the request forbids every token that the model could choose")
         }
+        let temperature = Float(sampling.temperature)
+        let best = temperature > 0 ? highest / temperature : highest
+        guard best.isFinite else {
+            throw BundleError.damaged("the model returned logits that are not numbers, or too large to choose from")
+        }
         var token = scores.firstIndex(of: highest)!
-        if sampling.temperature > 0 {
-            let temperature = Float(sampling.temperature)
+        if temperature > 0 {
             let kept = Truncation(scores.map { $0 / temperature }, sampling)
             left = kept.scores.count { $0 > -.infinity }
             token = kept.best(Noise(seed: sampling.seed, position: text.count, vocab: logits.count))
@@ -166,6 +180,9 @@ public struct Chooser: Sendable {
 
 /// The tokens that top-k, top-p, min-p and typical-p leave, ids ascending, and their scores.
 struct Truncation {
+    /// Surprises are as far from the entropy, a rounded sum, if they differ by less.
+    private static let tie = 1e-12
+
     private(set) var ids: [Int]
     private(set) var scores: [Float]
 
@@ -225,12 +242,13 @@ struct Truncation {
     private mutating func keepTypical(_ mass: Double) {
         let weights = weights()
         let total = weights.reduce(0, +)
-        let most = log(total) + Double(scores.max()!)
-        let surprise = scores.map { most - Double($0) }
-        let entropy = zip(weights, surprise).reduce(0.0) { $1.0 > 0 ? $0 + $1.0 / total * $1.1 : $0 }
-        let far = surprise.map { abs($0 - entropy) }
+        let highest = Double(scores.max()!)
+        let below = scores.map { Double($0) - highest }
+        let mean = zip(weights, below).reduce(0.0) { $1.0 > 0 ? $0 + $1.0 / total * $1.1 : $0 }
+        // Surprises differ from the entropy by as much.
+        let far = below.map { abs($0 - mean) }
         let order = scores.indices.filter { weights[$0] > 0 }.sorted { far[$0] < far[$1] }
-        let farthest = far[order[Self.border(order, weights, mass * total)]]
+        let farthest = far[order[Self.border(order, weights, mass * total)]] + Self.tie
         keep { weights[$0] > 0 && far[$0] <= farthest }
     }
 

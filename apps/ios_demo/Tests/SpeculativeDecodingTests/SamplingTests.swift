@@ -31,10 +31,28 @@ final class SamplingTests: XCTestCase {
             let left: [Int]
         }
 
+        /// One choice from logits that no good model returns.
+        struct Row: Decodable {
+            let logits: [String]
+            let sampling: AskedSampling
+            let seed: String
+            let prompt, stops: [Int32]
+            let token: Int32?
+            let refused: String?
+        }
+
+        /// What cannot be asked for, and how messages about it end.
+        struct Options: Decodable {
+            let sampling: AskedSampling
+            let message: String
+        }
+
         let philox: [Words]
         let noise: [Numbers]
         let logits: [Logits]
         let choices: [Choice]
+        let rows: [Row]
+        let options: [Options]
     }
 
     func testNoiseIsThatOfPython() throws {
@@ -69,6 +87,30 @@ final class SamplingTests: XCTestCase {
         }
     }
 
+    func testExtremeLogitsAndOptionsEndAsInPython() throws {
+        for (number, sample) in try Fixtures.read(Vectors.self, "sampling.json").rows.enumerated() {
+            let logits = sample.logits.map { Float($0)! }
+            let sampling = sample.sampling.made(seed: sample.seed)
+            var chooser = try Chooser(sampling, prompt: sample.prompt, stops: sample.stops, vocab: logits.count)
+            do {
+                let token = try chooser.choose(logits)
+                XCTAssertEqual(token, sample.token, "row \(number)")
+            } catch BundleError.damaged {
+                XCTAssertEqual("model", sample.refused, "row \(number)")
+            } catch BundleError.request {
+                XCTAssertEqual("request", sample.refused, "row \(number)")
+            }
+        }
+    }
+
+    func testOptionsOutsideOfTheirRangesAreRefusedAsInPython() throws {
+        for sample in try Fixtures.read(Vectors.self, "sampling.json").options {
+            XCTAssertThrowsError(try sample.sampling.made(seed: "0").check(vocab: 4)) {
+                XCTAssertTrue($0.localizedDescription.contains(sample.message), $0.localizedDescription)
+            }
+        }
+    }
+
     func testWhatCannotBeChosenIsAnError() throws {
         var wrong: [(Sampling, String)] = [
             (Sampling(temperature: -1), "temperature"), (Sampling(temperature: .nan), "temperature"),
@@ -85,7 +127,8 @@ final class SamplingTests: XCTestCase {
         var chooser = try Chooser(Sampling(temperature: 1), prompt: [1], stops: [0], vocab: 3)
         for logits: [Float] in [[0, .nan, 0], [0, .infinity, 0]] {
             XCTAssertThrowsError(try chooser.choose(logits)) {
-                XCTAssertEqual($0 as? BundleError, .damaged("the model returned logits that are not numbers"))
+                let message = "the model returned logits that are not numbers, or too large to choose from"
+                XCTAssertEqual($0 as? BundleError, .damaged(message))
             }
         }
         XCTAssertThrowsError(try chooser.choose([-.infinity, -.infinity, -.infinity]))

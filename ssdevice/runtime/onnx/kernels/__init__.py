@@ -29,7 +29,9 @@ INT4_LINEAR = "Int4Linear"
 it computes.
 """
 INT8_LINEAR = "Int8Linear"
-"""``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it computes."""
+"""``(x [.., R, K], codes [K, N], scales [N], zero) -> [.., R, N]``; int8.cpp says what it
+computes.
+"""
 INT8_FACTOR = "Int8Factor"
 """``Int8Linear`` of weights that are inputs of the graph: a part of LOW_RANK, for which alone there
 is no kernel.
@@ -83,14 +85,22 @@ ATTENTION = "ssdevice.attention"
 """Metadata of a graph that has no other attention than TREE_ATTENTION."""
 
 FOLDER = "SSDEVICE_KERNELS"
-"""Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's cache)."""
+"""Environment variable: the folder of compiled kernels (default: ``ssdevice`` in the user's
+cache).
+"""
 SOURCES = Path(__file__).parent
 SAMPLING = SOURCES.parents[1] / "sampling" / "native"
 """The choice of tokens for hosts, which the library has as well."""
 PREFIX = "kernels-"
 SUFFIX = ".so"
-AGAIN = "build it again with `ssdevice kernels`, or pass --no-kernels"
-ELSEWHERE = f"set {FOLDER} to a folder of your own and build them there, or decode without kernels (--no-kernels)"
+SYMBOLS = (
+    "RegisterCustomOps",
+    "ssdevice_apart",
+    "ssdevice_choose",
+    "ssdevice_crew",
+    "ssdevice_log_total",
+)
+"""What is called in the library."""
 OTHERS = 0o022
 """Mode of what others can change."""
 COMPILERS = ("c++", "g++", "clang++")
@@ -110,6 +120,16 @@ FLAGS = (
 _opening = Lock()
 
 
+def _unlock_after_fork() -> None:
+    """Another thread may hold the lock when a process is forked, and does not exist in that one."""
+    global _opening
+    _opening = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_after_fork)
+
+
 def library() -> Path | None:
     """The compiled kernels of this version, if they were built for this machine: in the package, or
     afterwards.
@@ -117,13 +137,13 @@ def library() -> Path | None:
     folders = [] if os.environ.get(FOLDER) else [SOURCES]
     with suppress(InputError):  # a user without a home has built none
         folders.append(_folder())
-    if found := next(
-        (file for folder in folders for file in folder.glob(f"{_name()}*{SUFFIX}")), None
-    ):
-        return found
-    if any(file for folder in folders for file in folder.glob(f"{PREFIX}*")):
+    for folder in folders:
+        for file in folder.glob(f"{_name()}*{SUFFIX}"):
+            return file
+    if any(any(folder.glob(f"{PREFIX}*")) for folder in folders):
         say_once(
-            "ssdevice: the kernels on this machine are of another version; `ssdevice kernels` builds them again"
+            "ssdevice: the kernels on this machine are of another version; `ssdevice kernels` "
+            "builds them again"
         )
     return None
 
@@ -135,12 +155,12 @@ def build() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{folder} cannot be made a folder ({error.strerror}); {ELSEWHERE}"
+            f"{folder} cannot be made a folder ({error.strerror}); set {FOLDER} to a folder of "
+            "your own and build the kernels there, or decode without them (--no-kernels)"
         ) from error
     status = folder.stat()
-    if (
-        not os.environ.get(FOLDER) and status.st_uid == os.getuid()
-    ):  # may be older, and made with a umask of 002
+    if not os.environ.get(FOLDER) and status.st_uid == os.getuid():
+        # It may be older, and made with a umask of 002.
         folder.chmod(status.st_mode & ~OTHERS)
     _check_owner(folder)
     file = compiled(folder)
@@ -151,16 +171,17 @@ def build() -> Path:
 
 def compiled(folder: Path) -> Path:
     """The library, compiled into a folder. Raises InputError if it cannot be compiled."""
-    chosen = os.environ.get("CXX")
-    compiler = chosen or next((name for name in COMPILERS if shutil.which(name)), None)
-    if compiler is None or shutil.which(compiler) is None:
-        wanted = (
-            f"CXX is {chosen}, which is not there"
-            if chosen
-            else f"there is no {', '.join(COMPILERS)}"
-        )
+    compiler = os.environ.get("CXX")
+    if compiler and shutil.which(compiler) is None:
         raise InputError(
-            f"the kernels need a C++ compiler, and {wanted}; install one (Debian: apt-get install g++)"
+            f"the kernels need a C++ compiler, and CXX is {compiler}, which is not there; install "
+            "one (Debian: apt-get install g++)"
+        )
+    compiler = compiler or next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None:
+        raise InputError(
+            f"the kernels need a C++ compiler, and there is no {', '.join(COMPILERS)}; install one "
+            "(Debian: apt-get install g++)"
         )
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         made = Path(unfinished) / f"made{SUFFIX}"
@@ -186,7 +207,7 @@ def sources(*patterns: str) -> list[Path]:
 
 
 def put(made: Path, folder: Path) -> Path:
-    """Move a compiled library to where ``library`` finds it, under a name that ends in its sha256."""
+    """Move a compiled library to where ``library`` finds it; its name then ends in its sha256."""
     file = folder / f"{_name()}{_sha256(made)}{SUFFIX}"
     made.chmod(0o755)
     os.replace(made, file)  # whole or not at all, also for a process that looks now
@@ -199,7 +220,7 @@ def crew(file: Path, threads: int, apart: bool = False) -> Iterator[None]:
     threads of their own.
 
     ``apart``: the operators of regions as nodes, which a profile shows. Raises InputError for a
-    broken library, and for one that another user can have changed.
+    file that is broken or no library of ours, and for one that another user can have changed.
     """
     library = loaded(file)
     with _opening:
@@ -216,9 +237,19 @@ def loaded(file: Path) -> ctypes.CDLL:
     """The library in this process. Raises the errors of ``crew``."""
     _check(file)
     try:
-        return ctypes.CDLL(str(file))
+        library = ctypes.CDLL(str(file))
     except OSError as error:
-        raise InputError(f"{file} cannot be loaded ({first_line(error)}); {AGAIN}") from error
+        raise InputError(
+            f"{file} cannot be loaded ({first_line(error)}); build it again with `ssdevice "
+            "kernels`, or pass --no-kernels"
+        ) from error
+    for symbol in SYMBOLS:
+        if not hasattr(library, symbol):
+            raise InputError(
+                f"{file} is no library of these kernels: it has no {symbol}; build it again with "
+                "`ssdevice kernels`, or pass --no-kernels"
+            )
+    return library
 
 
 def cores() -> int:
@@ -226,10 +257,11 @@ def cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     of = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    files = {cpu: Path(of.format(cpu)) for cpu in os.sched_getaffinity(0)}
-    return len(
-        {file.read_text("ascii") if file.is_file() else str(cpu) for cpu, file in files.items()}
-    )
+    found = set()
+    for cpu in os.sched_getaffinity(0):
+        file = Path(of.format(cpu))
+        found.add(file.read_text("ascii") if file.is_file() else str(cpu))
+    return len(found)
 
 
 def _check(file: Path) -> None:
@@ -238,16 +270,19 @@ def _check(file: Path) -> None:
     """
     try:
         real = file.resolve(strict=True)
-        for path in (
-            () if real.parent == SOURCES.resolve() else (real, real.parent)
-        ):  # as safe as this file
-            _check_owner(path)
+        if real.parent != SOURCES.resolve():  # where it would be as safe as this file
+            _check_owner(real)
+            _check_owner(real.parent)
         same = file.name.endswith(f"-{_sha256(file)}{SUFFIX}")
     except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror}); {AGAIN}") from error
+        raise InputError(
+            f"{file} cannot be read ({error.strerror}); build it again with `ssdevice kernels`, or "
+            "pass --no-kernels"
+        ) from error
     if not same:
         raise InputError(
-            f"{file} is not what was compiled: its sha256 is another than in its name; {AGAIN}"
+            f"{file} is not what was compiled: its sha256 is another than in its name; build it "
+            "again with `ssdevice kernels`, or pass --no-kernels"
         )
 
 
@@ -256,14 +291,17 @@ def _check_owner(path: Path) -> None:
     folder.
     """
     status = path.stat()
-    if (owner := status.st_uid) not in (0, os.getuid()):
+    if status.st_uid not in (0, os.getuid()):
         raise InputError(
-            f"{path} belongs to another user (id {owner}), whose kernels are not loaded; {ELSEWHERE}"
+            f"{path} belongs to another user (id {status.st_uid}), whose kernels are not loaded; "
+            f"set {FOLDER} to a folder of your own and build the kernels there, or decode without "
+            "them (--no-kernels)"
         )
     if status.st_mode & OTHERS:
-        mode = f"{status.st_mode & 0o777:o}"
         raise InputError(
-            f"{path} can be changed by other users (mode {mode}); chmod go-w {path}, or {ELSEWHERE}"
+            f"{path} can be changed by other users (mode {status.st_mode & 0o777:o}); chmod go-w "
+            f"{path}, or set {FOLDER} to a folder of your own and build the kernels there, or "
+            "decode without them (--no-kernels)"
         )
 
 
@@ -284,7 +322,8 @@ def _name() -> str:
 
 def _folder() -> Path:
     """The library's folder. Raises InputError for a user without a home and without ``FOLDER``."""
-    if folder := os.environ.get(FOLDER):
+    folder = os.environ.get(FOLDER)
+    if folder:
         return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssdevice"

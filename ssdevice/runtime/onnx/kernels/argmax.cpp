@@ -70,7 +70,8 @@ Halves Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float*
     uint8_t* low = lower.Group(n / kColumns) + lower.bytes / kColumns * static_cast<size_t>(c) +
                    LowerAt(first);
     uint8_t code[kBlock];
-    int32_t sum = 0, square = 0;
+    int32_t sum = 0;
+    int32_t square = 0;
     for (int k = 0; k < kBlock; ++k) {
       code[k] = static_cast<uint8_t>(block[k] + kShift);  // of an input that there is not: l = 0
       const int l = code[k] & 15;
@@ -105,8 +106,12 @@ struct Rows : BlockRows {
     sums.assign(static_cast<size_t>(count), 0.0f);
     reach.assign(static_cast<size_t>(count), 0.0f);
     for (size_t i = 0; i < parts.size(); ++i) {
-      int32_t sum = 0, squares = 0;
-      for (const int8_t code : parts[i].codes) sum += code, squares += code * code;
+      int32_t sum = 0;
+      int32_t squares = 0;
+      for (const int8_t code : parts[i].codes) {
+        sum += code;
+        squares += code * code;
+      }
       parts[i].scale = 1.0f;
       parts[i].zero = -kZero * sum;
       sums[i % static_cast<size_t>(count)] += static_cast<float>(sum);
@@ -210,8 +215,8 @@ struct Call {
   }
 
   Bounds BoundsOf(int64_t row, int64_t group, const float* upper, int64_t columns) const {
-    const float sum = rows.sums[static_cast<size_t>(row)],
-                reach = rows.reach[static_cast<size_t>(row)];
+    const float sum = rows.sums[static_cast<size_t>(row)];
+    const float reach = rows.reach[static_cast<size_t>(row)];
     Bounds bounds;
     (kAvx2 ? SetBoundsAvx2 : SetBounds)(head.Of(group), columns, upper, sum, reach, &bounds);
     return bounds;
@@ -287,7 +292,8 @@ class Argmax : public Kernel {
 
   void Compute(Context& context) const override {
     const Tensor x = context.Input(0);
-    const int64_t inputs = x.shape.Last(), count = RowsFor(*halves_.upper, x.shape);
+    const int64_t inputs = x.shape.Last();
+    const int64_t count = RowsFor(*halves_.upper, x.shape);
     auto* y = context.Output<int64_t>(0, x.shape.WithLast(1));
     if (count == 0) return;
     thread_local Rows rows;
@@ -315,11 +321,13 @@ class Tied : public Argmax {
   void Compute(Context& context) const override {
     const Weights& weights = *halves_.upper;
     LookUp(context, weights, [&](int64_t id, float* y) {
-      const uint8_t *group = weights.Group(id / kColumns), *lower = halves_.Lower(id);
+      const uint8_t* group = weights.Group(id / kColumns);
+      const uint8_t* lower = halves_.Lower(id);
       const int64_t c = id % kColumns;
       const float scale = halves_.Of(id / kColumns).scales[c];
       for (int64_t k = 0; k < weights.inputs; ++k) {
-        const int h = group[UpperAt(k, c)] >> Shift(k) & 15, l = lower[LowerAt(k)] >> Shift(k) & 15;
+        const int h = group[UpperAt(k, c)] >> Shift(k) & 15;
+        const int l = lower[LowerAt(k)] >> Shift(k) & 15;
         y[k] = static_cast<float>(16 * h + l - kShift) * scale;
       }
     });

@@ -51,8 +51,10 @@ template <typename Element>
 struct Seen {
   std::vector<const Element*> keys, values;
   std::vector<float> mask, weights;  // weights: of some query heads, one after another
-  size_t count = 0, leading = 0;     // leading: those before the first of the cache that is hidden
-  int64_t call = 0, row = 0;         // whose these are
+  size_t count = 0;
+  size_t leading = 0;  // those before the first of the cache that is hidden
+  int64_t call = 0;    // whose these are, with `row`
+  int64_t row = 0;
 
   float* Weights(int64_t group) {
     return weights.data() + static_cast<size_t>(group) * mask.size();
@@ -97,7 +99,10 @@ void Portable(const Heads& heads, Seen<Element>* seen) {
   const size_t count = seen->count;
   for (int g = 0; g < heads.count; ++g) {
     const float* q = heads.of[g].q;
-    float *y = heads.of[g].y, *weights = heads.of[g].weights, most = -INFINITY, lanes[kLanes];
+    float* y = heads.of[g].y;
+    float* weights = heads.of[g].weights;
+    float most = -INFINITY;
+    float lanes[kLanes];
     for (size_t i = 0; i < count; ++i) {
       const Element* k = seen->keys[i] + heads.offset;
       std::fill(lanes, lanes + kLanes, 0.0f);
@@ -148,7 +153,8 @@ SSDEVICE_EIGHT void Scores(const Heads& heads, Seen<Element>* seen) {
 
 // Scores become weights, not yet divided by their sum, which is returned.
 SSDEVICE_EACH float Weigh(float* scores, size_t count) {
-  Eight most = All(-INFINITY), total = All(0.0f);
+  Eight most = All(-INFINITY);
+  Eight total = All(0.0f);
   for (size_t i = 0; i < count; i += kLanes) most = Max(most, Load(scores + i));
   most = All(Largest(most));
   for (size_t i = 0; i < count; i += kLanes) {
@@ -191,8 +197,8 @@ SSDEVICE_WIDE inline __m512 Pair(const float* x, const float* y) {
                                              _mm256_castps_pd(Load(y)), 1));
 }
 SSDEVICE_WIDE inline __m512 Pair(const Half* x, const Half* y) {
-  const __m128i one = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x)),
-                other = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
+  const __m128i one = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  const __m128i other = _mm_loadu_si128(reinterpret_cast<const __m128i*>(y));
   return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(one), other, 1));
 }
 SSDEVICE_WIDE inline __m512 LoadWide(const float* x) { return _mm512_loadu_ps(x); }
@@ -223,7 +229,8 @@ SSDEVICE_WIDE void WideScores(const Heads& heads, const Seen<Element>& seen, siz
   for (size_t i = from; i < to; i += kWide) {
     __m512 sums[Q][kLanes];
     for (size_t p = 0; p < kLanes; ++p) {
-      const size_t one = std::min(i + p + p / 4 * 4, to - 1), other = std::min(one + 4, to - 1);
+      const size_t one = std::min(i + p + p / 4 * 4, to - 1);
+      const size_t other = std::min(one + 4, to - 1);
       for (const size_t k : {one, other}) {
         Ask(seen.keys[std::min(k + kNext, to - 1)] + heads.offset, kHead);
         Ask(seen.values[k] + heads.offset, kHead);
@@ -348,7 +355,8 @@ struct Call {
   // The query heads of some rows that share a key head.
   void Unit(int64_t unit) const {
     thread_local Seen<Element> seen[kTogether];
-    const int64_t head = unit % sizes.heads, row = unit / sizes.heads * Together();
+    const int64_t head = unit % sizes.heads;
+    const int64_t row = unit / sizes.heads * Together();
     const int rows = static_cast<int>(std::min(Together(), sizes.rows - row));
     size_t common = rows > 1 ? static_cast<size_t>(all) : 0;
     for (int r = 0; r < rows; ++r) {
@@ -415,7 +423,8 @@ class Attention : public Kernel {
   }
 
   void Compute(Context& context) const override {
-    const Tensor q = context.Input(0), mask = context.Input(1 + 2 * kRuns);
+    const Tensor q = context.Input(0);
+    const Tensor mask = context.Input(1 + 2 * kRuns);
     const int64_t width = context.Input(1).shape.Last();
     Require(q.shape.Rank() == 3 && q.shape[0] == 1 && width > 0 && width % heads_ == 0 &&
                 q.shape[2] > 0 && q.shape[2] % width == 0,
@@ -424,7 +433,8 @@ class Attention : public Kernel {
     Run<Element> runs[kRuns];
     int64_t all = 0;
     for (size_t i = 0; i < kRuns; ++i) {
-      const Tensor keys = context.Input(1 + i), values = context.Input(1 + kRuns + i);
+      const Tensor keys = context.Input(1 + i);
+      const Tensor values = context.Input(1 + kRuns + i);
       Require(keys.shape == values.shape && keys.shape.Last() == width,
               "the keys do not fit the values");
       runs[i].rows = keys.shape.Rows();

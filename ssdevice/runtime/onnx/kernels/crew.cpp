@@ -4,6 +4,7 @@
 #include "crew.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 #ifdef __linux__
 #include <sched.h>
 #endif
@@ -59,16 +60,26 @@ void Leave(int processor) {
 
 class Crew {
  public:
-  // It is never destroyed: its threads run until the process ends, and so the library stays loaded.
+  // The crew of this process. It is never destroyed: its threads run until the process ends, and so
+  // the library stays loaded.
+  //
+  // A process that was forked has the memory of its parent's crew without its threads. Whoever was
+  // inside a call, or held a lock, stays there, and the next call would wait for him: so it has a
+  // crew of its own, made when it calls. No static of this function holds the crew, since a fork
+  // may come while another thread initializes it.
   static Crew& Get() {
-    static Crew* crew = [] {
-      Dl_info here{};
-      if (dladdr(reinterpret_cast<const void*>(&CrewSize), &here))
-        dlopen(here.dli_fname, RTLD_NOW | RTLD_NODELETE);
-      return new Crew;
-    }();
+    Crew* crew = of_process.load();
+    if (crew != nullptr) return *crew;
+    Dl_info here{};
+    if (dladdr(reinterpret_cast<const void*>(&CrewSize), &here))
+      dlopen(here.dli_fname, RTLD_NOW | RTLD_NODELETE);
+    auto* made = new Crew;
+    if (of_process.compare_exchange_strong(crew, made)) return *made;
+    delete made;  // another thread was faster; this one has no threads yet
     return *crew;
   }
+
+  static void ForgetAfterFork() { of_process.store(nullptr); }
 
   void Run(size_t threads, size_t total, Work work, void* data) {
     const std::unique_lock<std::mutex> only(calling_, std::try_to_lock);
@@ -97,6 +108,8 @@ class Crew {
   }
 
  private:
+  static std::atomic<Crew*> of_process;
+
   // What lies together is done by one thread, which reads its weights in order, until it helps with
   // what others have left.
   void Take(size_t me) {
@@ -135,10 +148,12 @@ class Crew {
 
   std::mutex calling_, bed_;
   std::condition_variable wake_;
-  size_t hired_ = 1, threads_ = 1;  // the caller is the first
+  size_t hired_ = 1;  // the caller is the first
+  size_t threads_ = 1;
   Work work_ = nullptr;
   void* data_ = nullptr;
-  std::atomic<int> asleep_{0}, caller_{-1};
+  std::atomic<int> asleep_{0};
+  std::atomic<int> caller_{-1};
   std::atomic<bool> open_{false};
   alignas(64) std::atomic<uint64_t> calls_{0};
   alignas(64) std::atomic<int> inside_{0};
@@ -147,6 +162,11 @@ class Crew {
     size_t end = 0;
   } shares_[kMost];
 };
+
+std::atomic<Crew*> Crew::of_process{nullptr};
+
+// For as long as the library is loaded.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, Crew::ForgetAfterFork);
 
 }  // namespace
 

@@ -14,7 +14,11 @@ constexpr int kLanes = 8;  // floats of 256 bits
 using Eight = __m256;
 using EightInts = __m256i;
 inline const bool kEight = [] {
-  unsigned a = 0, b = 0, c = 0, d = 0;  // Clang before 19 does not know "f16c"
+  // Clang before 19 does not know "f16c".
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }();
@@ -55,9 +59,12 @@ SSDEVICE_EACH Eight Power(Eight n) {
 }
 // Eight sums of eight lanes each, pairwise as in PairwiseSum.
 SSDEVICE_EACH Eight Pairwise(const Eight* a) {
-  const __m256 b0 = _mm256_hadd_ps(a[0], a[1]), b1 = _mm256_hadd_ps(a[2], a[3]);
-  const __m256 b2 = _mm256_hadd_ps(a[4], a[5]), b3 = _mm256_hadd_ps(a[6], a[7]);
-  const __m256 c0 = _mm256_hadd_ps(b0, b1), c1 = _mm256_hadd_ps(b2, b3);
+  const __m256 b0 = _mm256_hadd_ps(a[0], a[1]);
+  const __m256 b1 = _mm256_hadd_ps(a[2], a[3]);
+  const __m256 b2 = _mm256_hadd_ps(a[4], a[5]);
+  const __m256 b3 = _mm256_hadd_ps(a[6], a[7]);
+  const __m256 c0 = _mm256_hadd_ps(b0, b1);
+  const __m256 c1 = _mm256_hadd_ps(b2, b3);
   return _mm256_add_ps(_mm256_permute2f128_ps(c0, c1, 0x20), _mm256_permute2f128_ps(c0, c1, 0x31));
 }
 SSDEVICE_EACH float Largest(Eight x) {

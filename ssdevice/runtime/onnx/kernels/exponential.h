@@ -6,8 +6,10 @@
 
 #include "eight.h"
 
-constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f,
-                kLeastExp = -87.0f;
+constexpr float kLog2e = 1.44269504f;
+constexpr float kLn2High = 0.693359375f;
+constexpr float kLn2Low = -2.12194440e-4f;
+constexpr float kLeastExp = -87.0f;
 constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                             5.0000001201e-1f};
 constexpr float kFirst = 1.9875691500e-4f;

@@ -65,7 +65,9 @@ class HalfWeighted : public Kernel {
 
   void Compute(Context& context) const override {
     const Tensor x = context.Input(0);
-    const int64_t inputs = weights_->inputs, outputs = weights_->outputs, rows = x.shape.Rows();
+    const int64_t inputs = weights_->inputs;
+    const int64_t outputs = weights_->outputs;
+    const int64_t rows = x.shape.Rows();
     Require(x.shape.Last() == inputs, "the rows have another width than the weights");
     float* y = context.Output<float>(0, x.shape.WithLast(outputs));
 #ifdef SSDEVICE_EIGHT
@@ -74,8 +76,8 @@ class HalfWeighted : public Kernel {
     const auto product = Portable;
 #endif
     context.Each(weights_->Groups(), [&](int64_t group) {
-      const int64_t first = group * kColumns,
-                    columns = std::min<int64_t>(kColumns, outputs - first);
+      const int64_t first = group * kColumns;
+      const int64_t columns = std::min<int64_t>(kColumns, outputs - first);
       float out[kColumns];
       for (int64_t r = 0; r < rows; ++r) {
         product(x.As<float>() + r * inputs, inputs,

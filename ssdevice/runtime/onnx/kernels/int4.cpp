@@ -45,8 +45,8 @@ Weights Packed(int64_t outputs, int64_t inputs, const uint8_t* codes, const floa
         const uint8_t high = from[8 + k / 2] >> (4 * (k % 2)) & 15;
         block[ByteAt(k, c)] = static_cast<uint8_t>(low | high << 4);
       }
-      const uint32_t whole = BitCast<uint32_t>(scales[n * blocks + b]),
-                     bits = kind == Scales::kShort ? whole >> 16 : whole;
+      const uint32_t whole = BitCast<uint32_t>(scales[n * blocks + b]);
+      const uint32_t bits = kind == Scales::kShort ? whole >> 16 : whole;
       std::memcpy(group + ScalesAt(b, kind) + bytes * static_cast<size_t>(c), &bits, bytes);
     }
   }
@@ -68,7 +68,8 @@ void QuantizeBlock(const float* x, int count, Rows::Part* out) {
 
 #ifdef SSDEVICE_EIGHT
 SSDEVICE_EIGHT void QuantizeEight(const float* x, Rows::Part* out) {
-  Eight v[4], most = All(0.0f);
+  Eight v[4];
+  Eight most = All(0.0f);
   for (int i = 0; i < 4; ++i) {
     v[i] = Load(x + kLanes * i);
     most = Max(most, Abs(v[i]));

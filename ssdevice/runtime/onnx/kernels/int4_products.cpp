@@ -21,7 +21,8 @@ template <int R, Scales S>
 void Portable(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
   for (int r = 0; r < R; ++r) std::fill(out[r], out[r] + kColumns, 0.0f);
   for (int b = 0; b < t.blocks; ++b) {
-    const uint8_t *codes = t.weights[0] + CodesAt(b, S), *from = t.weights[0] + ScalesAt(b, S);
+    const uint8_t* codes = t.weights[0] + CodesAt(b, S);
+    const uint8_t* from = t.weights[0] + ScalesAt(b, S);
     float scales[kColumns];
     for (int c = 0; c < kColumns; ++c) scales[c] = ScaleOf(from, c, S);
     for (int r = 0; r < R; ++r) {
@@ -53,14 +54,16 @@ __attribute__((target("avx2"), always_inline)) inline __m256 EightScales(const u
 // unpacked: with 5 rows and 2 vectors that takes all sixteen.
 template <int R, Scales S>
 SSDEVICE_TARGET_AVX2 void Avx2(const TileOf<BlockRows>& t, float (*out)[kColumns]) {
-  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  const __m256i low = _mm256_set1_epi8(15);
+  const __m256i ones = _mm256_set1_epi16(1);
   __m256 sums[R][kVectors] = {};
   const uint8_t* unit = t.weights[0];
   for (int b = 0; b < t.blocks; b += 2, unit += UnitOf(S)) {
     Prefetch(unit + kAhead, UnitOf(S));
     SSDEVICE_UNROLL for (int second = 0; second < 2; ++second) {
       if (b + second == t.blocks) break;
-      const uint8_t *codes = unit + CodesAt(second, S), *from = unit + ScalesAt(second, S);
+      const uint8_t* codes = unit + CodesAt(second, S);
+      const uint8_t* from = unit + ScalesAt(second, S);
       const BlockRows::Part* rows = t.At(b + second);
       __m256i pairs[R][kVectors] = {};
       SSDEVICE_UNROLL for (int i = 0; i < 4; ++i) {
@@ -180,7 +183,8 @@ SSDEVICE_TARGET_DOT void Dot(const TileOf<BlockRows>& t, float (*out)[kColumns])
   for (int first = 0; first < kQuarters; first += 2) {
     float32x4_t sums[R][2] = {};
     for (int b = 0; b < t.blocks; ++b) {
-      const uint8_t *codes = t.weights[0] + CodesAt(b, S), *from = t.weights[0] + ScalesAt(b, S);
+      const uint8_t* codes = t.weights[0] + CodesAt(b, S);
+      const uint8_t* from = t.weights[0] + ScalesAt(b, S);
       const BlockRows::Part* rows = t.At(b);
       int32x4_t d[R][2];
       SSDEVICE_UNROLL for (int r = 0; r < R; ++r) SSDEVICE_UNROLL for (int v = 0; v < 2; ++v)

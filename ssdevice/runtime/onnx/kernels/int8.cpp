@@ -25,8 +25,8 @@ size_t At(int64_t k, int64_t c) {
 // For each group of columns its weights, then the scales, then what kShift in every code of a row
 // adds to the sums.
 Weights Packed(int64_t inputs, int64_t outputs, const int8_t* codes, const float* scales) {
-  const size_t scales_at = kUnit * static_cast<size_t>(Blocks(inputs)),
-               shifts_at = scales_at + 4 * kColumns;
+  const size_t scales_at = kUnit * static_cast<size_t>(Blocks(inputs));
+  const size_t shifts_at = scales_at + 4 * kColumns;
   Weights made("Int8Linear", outputs, inputs, shifts_at + 4 * kColumns);
   std::vector<int32_t> shifts(static_cast<size_t>(outputs));
   size_t places[kBlock];

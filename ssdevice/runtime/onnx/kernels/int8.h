@@ -47,7 +47,9 @@ SSDEVICE_EACH float PeakEight(const float* x, int64_t count) {
 
 template <typename Code>
 SSDEVICE_EIGHT void QuantizeEight(const float* x, float scale, Code* codes) {
-  const Eight divisor = All(scale), least = All(-128.0f), most = All(127.0f);
+  const Eight divisor = All(scale);
+  const Eight least = All(-128.0f);
+  const Eight most = All(127.0f);
   EightInts q[4];
   for (int i = 0; i < 4; ++i)
     q[i] = Nearest(Min(Max(Div(Load(x + kLanes * i), divisor), least), most));
@@ -65,7 +67,10 @@ void Quantize(Context& context, const float* all, int64_t count, int64_t inputs,
     int64_t done = 0;
     float peak = 0;
 #ifdef SSDEVICE_EIGHT
-    if (kEight) peak = PeakEight(x, done = inputs / kLanes * kLanes);
+    if (kEight) {
+      done = inputs / kLanes * kLanes;
+      peak = PeakEight(x, done);
+    }
 #endif
     const float scale = out->scales[static_cast<size_t>(row)] =
         std::max(peak, PeakOf(x + done, inputs - done)) * kLevel;

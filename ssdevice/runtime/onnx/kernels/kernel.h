@@ -96,7 +96,8 @@ class Shape {
   }
 
   size_t rank_ = 0;
-  int64_t sizes_[kMost] = {}, elements_ = 1;
+  int64_t sizes_[kMost] = {};
+  int64_t elements_ = 1;
 };
 
 // float16, as half.h reads and writes it.

@@ -3,7 +3,6 @@
 // what they throw becomes a status.
 
 #include <atomic>
-#include <mutex>
 
 #include "crew.h"
 #include "interface.h"
@@ -191,7 +190,8 @@ ort::Status* Compute(void* self, ort::KernelContext* context) {
 
 // An operator on the CPU, as ONNX Runtime asks for it.
 Op AsOp(const Operator& own) {
-  constexpr int kRequired = 0, kVariadic = 2;
+  constexpr int kRequired = 0;
+  constexpr int kVariadic = 2;
   Op op{{}, &own};
   op.version = ort::kVersion;
   op.GetName = [](const ort::CustomOp* self) { return OwnOf(self).name; };
@@ -243,14 +243,15 @@ SSDEVICE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
   const void* const* table = base->GetApi(ort::kVersion);
   if (table == nullptr) return nullptr;  // an older runtime, which takes the functions instead
   const ort::Api api(table);
-  static std::mutex lock;
-  static ort::Domain* domains[2] = {};  // they must outlive every session
-  const std::lock_guard<std::mutex> guard(lock);
-  ort::Domain*& domain = domains[apart.load()];
+  // They must outlive every session. No lock: a process that is forked meanwhile could not open it.
+  static std::atomic<ort::Domain*> domains[2];
+  const bool nodes = apart.load();
+  ort::Domain* domain = domains[nodes].load();
   if (domain == nullptr) {
     ort::Domain* made = nullptr;
-    if (ort::Status* status = MakeDomain(api, apart.load(), &made)) return status;
-    domain = made;
+    if (ort::Status* status = MakeDomain(api, nodes, &made)) return status;
+    // Of two threads at once the slower one's domain is not used.
+    if (domains[nodes].compare_exchange_strong(domain, made)) domain = made;
   }
   return api.Add(options, domain);
 }

@@ -99,7 +99,8 @@ using ProductOf = void (*)(const TileOf<Rows>&, float (*out)[kColumns]);
 template <typename Rows>
 struct ProductsOf {
   const ProductOf<Rows>* of;
-  int64_t tile, streams = 1;
+  int64_t tile;
+  int64_t streams = 1;
 };
 
 // Into how many parts of neighbouring groups of columns a call's work is cut.
@@ -111,8 +112,9 @@ inline int64_t PartsOf(int64_t groups) { return std::clamp<int64_t>(groups / 2, 
 template <typename Rows, typename Take>
 void EachProduct(const Weights& weights, int64_t part, const Rows& rows, ProductsOf<Rows> products,
                  int64_t count, Take take) {
-  const int64_t groups = weights.Groups(), parts = PartsOf(groups),
-                stream = (groups + products.streams - 1) / products.streams;
+  const int64_t groups = weights.Groups();
+  const int64_t parts = PartsOf(groups);
+  const int64_t stream = (groups + products.streams - 1) / products.streams;
   const int64_t tiles = (count + products.tile - 1) / products.tile;
   TileOf<Rows> t{{}, Blocks(weights.inputs), rows, 0, count};
   float out[kStreams * kWideTile][kColumns];

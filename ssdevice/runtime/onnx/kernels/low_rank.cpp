@@ -15,7 +15,8 @@ namespace {
 
 using Rows = RowsAs<int16_t>;
 
-constexpr size_t kMostParts = 3, kFirstUp = 5;
+constexpr size_t kMostParts = 3;
+constexpr size_t kFirstUp = 5;
 constexpr int64_t kPiece =
     256;  // columns that a thread takes at once: their products stay in its first cache
 
@@ -39,8 +40,8 @@ SSDEVICE_TARGET_AVX2 int64_t SumsAvx2(const Rows& rows, int64_t row, int64_t cou
     const int16_t* codes = rows.parts[static_cast<size_t>(first / kBlock * count + row)].codes;
     const int64_t end = std::min<int64_t>(kBlock, even - first);
     for (int64_t k = 0; k < end; k += 2, down += 2 * rank) {
-      const auto *one = reinterpret_cast<const __m128i*>(down),
-                 *next = reinterpret_cast<const __m128i*>(down + rank);
+      const auto* one = reinterpret_cast<const __m128i*>(down);
+      const auto* next = reinterpret_cast<const __m128i*>(down + rank);
       const __m128i both = _mm_unpacklo_epi8(_mm_loadl_epi64(one), _mm_loadl_epi64(next));
       sum = _mm256_add_epi32(
           sum, _mm256_madd_epi16(_mm256_cvtepi8_epi16(both), _mm256_set1_epi32(Word(codes + k))));
@@ -107,10 +108,14 @@ class LowRank : public Kernel {
       : parts_(info.Inputs() == kFirstUp + 1 ? 1 : info.Inputs() - kFirstUp - 1) {}
 
   void Compute(Context& context) const override {
-    const Tensor base = context.Input(0), x = context.Input(1), down = context.Input(2),
-                 scales = context.Input(3);
-    const int64_t count = x.shape.Rows(), inputs = x.shape.Last(), outputs = base.shape.Last(),
-                  rank = down.shape.Last();
+    const Tensor base = context.Input(0);
+    const Tensor x = context.Input(1);
+    const Tensor down = context.Input(2);
+    const Tensor scales = context.Input(3);
+    const int64_t count = x.shape.Rows();
+    const int64_t inputs = x.shape.Last();
+    const int64_t outputs = base.shape.Last();
+    const int64_t rank = down.shape.Last();
     Require(base.shape.Rows() == count && down.shape == Shape{inputs, rank} &&
                 scales.shape == Shape{rank} && inputs <= kMostSummed,
             "its factors do not fit the rows");
@@ -134,11 +139,11 @@ class LowRank : public Kernel {
     context.EachRow(pieces, kPiece * (rank + 1), [&](int64_t piece) {
       const Up* up = ups + parts_ - 1;
       while (up->first_piece > piece) --up;
-      const int64_t first = (piece - up->first_piece) * kPiece,
-                    columns = std::min(kPiece, up->columns - first);
+      const int64_t first = (piece - up->first_piece) * kPiece;
+      const int64_t columns = std::min(kPiece, up->columns - first);
       for (int64_t row = 0; row < count; ++row) {
-        const float *from = base.As<float>() + row * outputs + up->first_column + first,
-                    *its = h + row * rank + up->first_rank;
+        const float* from = base.As<float>() + row * outputs + up->first_column + first;
+        const float* its = h + row * rank + up->first_rank;
         float* to = y + row * outputs + up->first_column + first;
         std::copy(from, from + columns, to);
         int64_t done = 0;
@@ -158,7 +163,9 @@ class LowRank : public Kernel {
     const Tensor ranks = parts_ > 1 ? context.Input(kFirstUp) : Tensor{};
     Require(parts_ == 1 || ranks.shape == Shape{static_cast<int64_t>(parts_)},
             "expected a rank for each linear");
-    int64_t ranked = 0, columns = 0, pieces = 0;
+    int64_t ranked = 0;
+    int64_t columns = 0;
+    int64_t pieces = 0;
     for (size_t i = 0; i < parts_; ++i) {
       const Tensor up = context.Input(kFirstUp + (parts_ > 1) + i);
       const int64_t its = parts_ > 1 ? ranks.As<int64_t>()[i] : rank;

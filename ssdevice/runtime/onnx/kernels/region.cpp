@@ -169,7 +169,8 @@ class Fused : public Kernel {
     }
   }
 
-  size_t inputs_ = 0, outputs_ = 0;
+  size_t inputs_ = 0;
+  size_t outputs_ = 0;
   std::vector<Step> steps_;
   std::vector<Tensor> constants_;  // for each input, without data if it is none
   std::vector<size_t> rooms_;      // for each value; of values inside only
@@ -195,7 +196,8 @@ class StepContext : public Context {
     return Taken(*step_, index, values_[value]);
   }
   void* Output(size_t index, const Shape& shape, Type type) override {
-    const size_t value = step_->outputs[index], inside = fused_.inputs_ + fused_.outputs_;
+    const size_t value = step_->outputs[index];
+    const size_t inside = fused_.inputs_ + fused_.outputs_;
     void* data = value < inside ? whole_.Output(value - fused_.inputs_, shape, type)
                                 : Room(fused_.rooms_[value], shape, type);
     values_[value] = {data, shape, type};

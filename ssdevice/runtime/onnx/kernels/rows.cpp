@@ -28,9 +28,11 @@ float Silu(float g, float u) {
 
 #ifdef SSDEVICE_EIGHT
 SSDEVICE_EIGHT void SiluEight(const float* gate, const float* up, int64_t count, float* y) {
-  const Eight zero = All(0.0f), one = All(1.0f);
+  const Eight zero = All(0.0f);
+  const Eight one = All(1.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Eight g = Load(gate + i), e = Exp(Sub(zero, Abs(g)));
+    const Eight g = Load(gate + i);
+    const Eight e = Exp(Sub(zero, Abs(g)));
     Store(Mul(Mul(g, Div(IfLess(g, zero, e, one), Add(one, e))), Load(up + i)), y + i);
   }
 }
@@ -50,7 +52,8 @@ struct Gate : Kernel {
 
   void Compute(Context& context) const override {
     const Tensor input = context.Input(0);
-    const int64_t width = input.shape.Last() / 2, rows = input.shape.Rows();
+    const int64_t width = input.shape.Last() / 2;
+    const int64_t rows = input.shape.Rows();
     Require(input.shape.Last() % 2 == 0, "its rows have no two halves");
     const float* x = input.As<float>();
     float* y = context.Output<float>(0, input.shape.WithLast(width));
@@ -78,20 +81,26 @@ class Split : public Kernel {
   }
 
   void Compute(Context& context) const override {
-    const Tensor input = context.Input(0), cosines = context.Input(1), sines = context.Input(2);
-    const Shape &whole = input.shape, &angles = cosines.shape;
+    const Tensor input = context.Input(0);
+    const Tensor cosines = context.Input(1);
+    const Tensor sines = context.Input(2);
+    const Shape& whole = input.shape;
+    const Shape& angles = cosines.shape;
     Require(whole.Rank() == 3 && whole[0] == 1 && angles.Rank() == 3 && angles[0] == 1 &&
                 angles[1] == whole[1] && angles == sines.shape && whole[2] % all_ == 0 &&
                 2 * angles[2] <= whole[2] / all_,
             "the angles do not fit the rows");
-    const int64_t rows = whole[1], dim = whole[2] / all_, half = angles[2];
+    const int64_t rows = whole[1];
+    const int64_t dim = whole[2] / all_;
+    const int64_t half = angles[2];
     const int64_t counts[] = {heads_, kv_heads_, kv_heads_};
     float* outputs[3];
     for (size_t i = 0; i < 3; ++i)
       outputs[i] = context.Output<float>(i, {1, rows, counts[i] * dim});
     context.EachRow(rows, whole[2], [&](int64_t row) {
-      const float *x = input.As<float>() + row * whole[2], *cos = cosines.As<float>() + row * half,
-                  *sin = sines.As<float>() + row * half;
+      const float* x = input.As<float>() + row * whole[2];
+      const float* cos = cosines.As<float>() + row * half;
+      const float* sin = sines.As<float>() + row * half;
       for (size_t i = 0; i < 3; ++i) {
         const int64_t size = counts[i] * dim;
         float* y = outputs[i] + row * size;
@@ -159,11 +168,15 @@ class Norm : public Kernel {
   explicit Norm(const Info& info) : epsilon_(info.Float("epsilon")) {}
 
   void Compute(Context& context) const override {
-    const Tensor x = context.Input(0), y = context.Input(1), weight = context.Input(2);
-    const int64_t width = x.shape.Last(), rows = x.shape.Rows();
+    const Tensor x = context.Input(0);
+    const Tensor y = context.Input(1);
+    const Tensor weight = context.Input(2);
+    const int64_t width = x.shape.Last();
+    const int64_t rows = x.shape.Rows();
     Require(x.shape == y.shape && weight.shape == Shape{width},
             "its rows do not fit each other or the weight");
-    auto *normed = context.Output<float>(0, x.shape), *sum = context.Output<float>(1, x.shape);
+    auto* normed = context.Output<float>(0, x.shape);
+    auto* sum = context.Output<float>(1, x.shape);
     context.EachRow(rows, width, [&](int64_t row) {
       const int64_t at = row * width;
       Normalize(x.As<float>() + at, y.As<float>() + at, weight.As<float>(), width, epsilon_,

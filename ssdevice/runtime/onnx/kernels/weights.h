@@ -46,9 +46,11 @@ class Chunk {
   }
 
  private:
-  static constexpr size_t kPage = 1 << 21, kLeast = 4 * kPage;
+  static constexpr size_t kPage = 1 << 21;
+  static constexpr size_t kLeast = 4 * kPage;
 
-  size_t size_, used_ = 0;
+  size_t size_;
+  size_t used_ = 0;
   uint8_t *memory_, *first_;
 };
 

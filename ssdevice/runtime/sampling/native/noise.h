@@ -10,11 +10,14 @@
 // Philox 4x32-10 of a counter, or of one of several side by side: the next round of its words.
 SSDEVICE_INLINE inline void philox_round(int round, uint64_t seed, uint32_t& a, uint32_t& b,
                                          uint32_t& c, uint32_t& d) {
-  const uint32_t key = static_cast<uint32_t>(seed) + round * 0x9E3779B9u,
-                 other = static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
-  const uint64_t p = uint64_t{0xD2511F53} * a, q = uint64_t{0xCD9E8D57} * c;
-  a = static_cast<uint32_t>(q >> 32) ^ b ^ key, b = static_cast<uint32_t>(q);
-  c = static_cast<uint32_t>(p >> 32) ^ d ^ other, d = static_cast<uint32_t>(p);
+  const uint32_t key = static_cast<uint32_t>(seed) + round * 0x9E3779B9u;
+  const uint32_t other = static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
+  const uint64_t p = uint64_t{0xD2511F53} * a;
+  const uint64_t q = uint64_t{0xCD9E8D57} * c;
+  a = static_cast<uint32_t>(q >> 32) ^ b ^ key;
+  b = static_cast<uint32_t>(q);
+  c = static_cast<uint32_t>(p >> 32) ^ d ^ other;
+  d = static_cast<uint32_t>(p);
 }
 
 // The 32-bit words of Philox 4x32-10 for the counter (number, position, kind, 0).
@@ -31,17 +34,20 @@ inline std::array<uint32_t, 4> philox(uint32_t number, uint32_t position, uint32
 class Noise {
  public:
   void at(uint64_t seed, int64_t position, int64_t vocab) {
-    seed_ = seed, position_ = static_cast<uint32_t>(position);
+    seed_ = seed;
+    position_ = static_cast<uint32_t>(position);
     const size_t groups = (vocab + kGroup - 1) / kGroup;
-    words_.resize((groups + kLanes - 1) / kLanes), most_.resize(words_.size() * kLanes);
+    words_.resize((groups + kLanes - 1) / kLanes);
+    most_.resize(words_.size() * kLanes);
     smallest_.assign(groups, 0);
     fastest([this](auto) SSDEVICE_INLINE {
       for (size_t at = 0; at < words_.size(); ++at) {
         Words& words = words_[at];
         for (int lane = 0; lane < kLanes; ++lane) {
-          words.of[0][lane] = static_cast<uint32_t>(at * kLanes + lane),
+          words.of[0][lane] = static_cast<uint32_t>(at * kLanes + lane);
           words.of[1][lane] = position_;
-          words.of[2][lane] = words.of[3][lane] = 0;
+          words.of[2][lane] = 0;
+          words.of[3][lane] = 0;
         }
         for (int round = 0; round < 10; ++round) {
           for (int lane = 0; lane < kLanes; ++lane) {
@@ -93,8 +99,8 @@ class Noise {
   // 1 - u, -log(u) is at least the first terms of its series, and log2 of that at least the float's
   // exponent and, for its logarithm, its fraction.
   SSDEVICE_INLINE static float bound(uint32_t high) {
-    const float d = static_cast<float>(static_cast<int32_t>(~high >> 1)) * 0x1p-31f,
-                e = d * (1 + d * (0.5f + d * (0.333333f + d * 0.25f)));
+    const float d = static_cast<float>(static_cast<int32_t>(~high >> 1)) * 0x1p-31f;
+    const float e = d * (1 + d * (0.5f + d * (0.333333f + d * 0.25f)));
     return -0.69314718f * (static_cast<float>(bits_of<int32_t>(e)) * 0x1p-23f - 127);
   }
 

@@ -21,29 +21,36 @@ struct Draw {
 // Draws tokens; its memory serves one row after another.
 class Sampler {
  public:
-  // What there is instead of a token: logits that are not numbers, and a row of which all are
+  // What there is instead of a token: a score is NaN, or the best one is not finite; all scores are
   // -infinity.
-  static constexpr int32_t kNoNumbers = -1, kNoToken = -2;
+  static constexpr int32_t kNoNumbers = -1;
+  static constexpr int32_t kNoToken = -2;
 
-  // The token of logits [vocab] at a position, or one of the constants.
+  // The token of logits [vocab] at a position, or one of the constants. What follows needs a finite
+  // best score: without one, no token would be above any bound. Scores that overflow to -infinity
+  // are fine.
   int32_t operator()(const float* logits, int64_t vocab, const Draw& draw, int64_t position) {
-    s_ = draw, vocab_ = static_cast<int32_t>(vocab),
+    s_ = draw;
+    vocab_ = static_cast<int32_t>(vocab);
     temperature_ = static_cast<float>(draw.temperature);
     all_ = true;
     if (!measure(logits)) return kNoNumbers;
-    if (!std::isfinite(best_)) return kNoToken;
-    return draw.temperature > 0 ? sample(position) : first_of(best_);
+    if (best_ == -kInfinity) return kNoToken;
+    if (draw.temperature <= 0) return first_of(best_);
+    if (!std::isfinite(score(best_))) return kNoNumbers;
+    return sample(position);
   }
 
   // The logarithm of the sum of exp(logit), and the `ids` of as many tokens as it has, the
-  // likeliest first, ties by id.
+  // likeliest first, ties by id. NaN, and no ids, if a logit is NaN or infinity.
   double log_total(const float* logits, int64_t vocab, int32_t* ids, int64_t count) {
-    vocab_ = static_cast<int32_t>(vocab), temperature_ = 1, all_ = true;
-    measure(logits);
+    vocab_ = static_cast<int32_t>(vocab);
+    temperature_ = 1;
+    all_ = true;
+    if (!measure(logits)) return std::numeric_limits<double>::quiet_NaN();
     kept_.clear();
     if (count > 0) gather(nth_of_groups(count));
-    const auto end =
-        kept_.begin() + std::min<int64_t>(count, kept_.size());  // fewer if there are NaN
+    const auto end = kept_.begin() + std::min<int64_t>(count, kept_.size());
     std::partial_sort(kept_.begin(), end, kept_.end(), [](const Candidate& a, const Candidate& b) {
       return a.score != b.score ? a.score > b.score : a.id < b.id;
     });
@@ -60,6 +67,10 @@ class Sampler {
   }
 
  private:
+  // Surprises are as far from the entropy if they differ by less: it is a sum, which is rounded
+  // differently in another order.
+  static constexpr double kTie = 1e-12;
+
   struct Candidate {
     float score;
     int32_t id;
@@ -69,7 +80,8 @@ class Sampler {
   // Finds the largest logit, of each group and of all. Whether none is NaN or infinity.
   bool measure(const float* logits) {
     row_ = logits;
-    highest_.resize((vocab_ + kGroup - 1) / kGroup), of_lanes_.resize(highest_.size() * kLanes);
+    highest_.resize((vocab_ + kGroup - 1) / kGroup);
+    of_lanes_.resize(highest_.size() * kLanes);
     const bool wrong = set_largest(logits, vocab_, highest_.data(), of_lanes_.data());
     best_ = *std::max_element(highest_.begin(), highest_.end());
     return !wrong && best_ < kInfinity;
@@ -92,15 +104,18 @@ class Sampler {
     for (size_t group = 0; group < highest_.size(); ++group)
       hopes_[group] = score(highest_[group]) + noise_.most(group);
     least_ = s_.min_p > 0 ? score(best_) + std::log(s_.min_p) : -kInfinity;
-    const bool nucleus = s_.top_p < 1, typical = s_.typical_p < 1,
-               simple = !s_.top_k && !(typical && (nucleus || s_.min_p > 0));
+    const bool nucleus = s_.top_p < 1;
+    const bool typical = s_.typical_p < 1;
+    const bool simple = !s_.top_k && !(typical && (nucleus || s_.min_p > 0));
     const double mass = typical ? s_.typical_p : s_.top_p;
     Range range{below(least_), kInfinity};
     for (cap_ = kInfinity; simple; cap_ = reached_) {
       const int32_t token = best_between(range);
-      if ((!typical && !nucleus) || token < 0) return token;
-      const double own = score(row_[token]), mine = std::exp(own - score(best_)),
-                   near = 2 * error();
+      if (token < 0) break;  // all others tie with one that is not left
+      if (!typical && !nucleus) return token;
+      const double own = score(row_[token]);
+      const double mine = std::exp(own - score(best_));
+      const double near = 2 * error();
       const float first = below(own - blur());
       Sums sums =
           typical ? sums_of<true, true>(row(), first) : sums_of<false, true>(row(), first, first);
@@ -114,7 +129,8 @@ class Sampler {
       const Range least = before(own, sums, -1);
       if (above(least.low) - above(least.high) < (mass + near) * sums.weight) break;
     }
-    cap_ = kInfinity, least_ = -kInfinity;
+    cap_ = kInfinity;
+    least_ = -kInfinity;
     truncate();
     return all_ ? best_between({-kInfinity, kInfinity}) : best_of_kept();
   }
@@ -131,9 +147,10 @@ class Sampler {
   // -1 for only those that certainly do.
   Range before(double own, const Sums& sums, int side) const {
     if (s_.typical_p == 1) return {side > 0 ? below(own) : -below(-own), kInfinity};
-    const double mirrored = 2 * (score(best_) + sums.moment / sums.weight) - own,
-                 wider = side * blur();
-    const double low = std::min(own, mirrored) - wider, high = std::max(own, mirrored) + wider;
+    const double mirrored = 2 * (score(best_) + sums.moment / sums.weight) - own;
+    const double wider = side * blur();
+    const double low = std::min(own, mirrored) - wider;
+    const double high = std::max(own, mirrored) + wider;
     return side > 0 ? Range{below(low), -below(-high)} : Range{-below(-low), below(high)};
   }
 
@@ -158,13 +175,16 @@ class Sampler {
   void consider(int32_t id, float score) {
     if (score < least_ || score + noise_.most(id / kGroup) < floor()) return;
     const double sum = score + noise_.of(id, floor() - score);
-    if (sum < cap_ && (sum > reached_ || (sum == reached_ && id < winner_)))
-      winner_ = id, reached_ = sum;
+    if (sum < cap_ && (sum > reached_ || (sum == reached_ && id < winner_))) {
+      winner_ = id;
+      reached_ = sum;
+    }
   }
 
   // The best token of those with such logits; -1: there is none.
   int32_t best_between(const Range& range) {
-    winner_ = -1, reached_ = -kInfinity;
+    winner_ = -1;
+    reached_ = -kInfinity;
     const auto take = [&](int32_t id) {
       if (row_[id] >= range.low && row_[id] <= range.high) consider(id, score(row_[id]));
     };
@@ -181,7 +201,8 @@ class Sampler {
   }
 
   int32_t best_of_kept() {
-    winner_ = -1, reached_ = -kInfinity;
+    winner_ = -1;
+    reached_ = -kInfinity;
     std::iter_swap(kept_.begin(),
                    std::max_element(kept_.begin(), kept_.end(),
                                     [](auto& a, auto& b) { return a.score < b.score; }));
@@ -193,7 +214,8 @@ class Sampler {
   template <typename Function>
   void for_each_from(float bound, int32_t group, Function function) const {
     if (highest_[group] < bound) return;
-    const int32_t start = group * kGroup, end = std::min(vocab_, start + kGroup);
+    const int32_t start = group * kGroup;
+    const int32_t end = std::min(vocab_, start + kGroup);
     for (int32_t lane = 0; lane < kLanes; ++lane) {
       if (of_lanes_[group * kLanes + lane] < bound) continue;
       for (int32_t id = start + lane; id < end; id += kLanes) {
@@ -233,7 +255,8 @@ class Sampler {
     };
     float depth = temperature_;
     while (!reached(best_ - depth) && depth < kInfinity) depth *= 2;
-    float low = depth < kInfinity ? best_ - depth : -kInfinity, high = best_ - depth / 2;
+    float low = depth < kInfinity ? best_ - depth : -kInfinity;
+    float high = best_ - depth / 2;
     for (int time = 0; time < 5; ++time) {
       const float middle = (low + high) / 2;
       (reached(middle) ? low : high) = middle;
@@ -270,12 +293,13 @@ class Sampler {
   // The fewest likeliest tokens that have `top_p` of the weight of all.
   void keep_nucleus() {
     const double h = score(best_);
-    double total = 0, near = 0;
+    double total = 0;
+    double near = 0;
     if (all_) {
       total = sums_of<false, false>(row()).weight;
       near = error() * total;
-      const double lowest = std::log((1 - s_.top_p) / vocab_ * total) -
-                            1e-3;  // tokens below have less than 1 - top_p together
+      // Tokens below have less than 1 - top_p together.
+      const double lowest = std::log((1 - s_.top_p) / vocab_ * total) - 1e-3;
       for (double depth = -4;; depth *= 2) {
         gather(below(h + std::max(depth, lowest)));
         if (weigh() >= s_.top_p * total + near || depth <= lowest) break;
@@ -299,20 +323,22 @@ class Sampler {
   // together.
   void keep_typical() {
     if (all_) gather(-kInfinity);
-    const double h = score(best_), total = weigh();
+    const double h = score(best_);
+    const double total = weigh();
     double mean = 0;
     for (const Candidate& each : kept_) {
       if (each.weight > 0) mean += each.weight / total * (each.score - h);
     }
     for (Candidate& each : kept_) each.key = std::abs(each.score - h - mean);
-    const double farthest = kept_[border(s_.typical_p * total).first].key;
+    const double farthest = kept_[border(s_.typical_p * total).first].key + kTie;
     keep([&](const Candidate& each) { return each.weight > 0 && each.key <= farthest; });
   }
 
   // In the order of keys and ids, the first candidate with which all so far weigh `mass`, and what
   // those before it weigh. Moves them so that those before it are before it.
   std::pair<size_t, double> border(double mass) {
-    size_t low = 0, high = kept_.size();
+    size_t low = 0;
+    size_t high = kept_.size();
     double before = 0;
     while (high - low > 1) {
       const size_t middle = low + (high - low) / 2;
@@ -325,7 +351,8 @@ class Sampler {
       if (before + more >= mass) {
         high = middle;
       } else {
-        low = middle, before += more;
+        low = middle;
+        before += more;
       }
     }
     return {low, before};
@@ -338,10 +365,12 @@ class Sampler {
   // exceed.
   std::vector<float> highest_, of_lanes_, hopes_, scratch_;
   const float* row_ = nullptr;
-  float best_ = 0, temperature_ = 1;
+  float best_ = 0;
+  float temperature_ = 1;
   bool all_ = true;  // whether nothing was cut yet; otherwise `kept_` has what is left
   std::vector<Candidate> kept_;
   int32_t winner_ = -1;
-  double reached_ = 0, cap_ = 0,
-         least_ = 0;  // sums have to be below `cap_`, scores not below `least_`
+  double reached_ = 0;
+  double cap_ = 0;    // sums have to be below it
+  double least_ = 0;  // scores must not be below it
 };

@@ -52,8 +52,8 @@ auto fastest(const Pass& pass) {
 }
 #endif
 
-constexpr int kLanes = 32,
-              kGroup = 256;  // numbers side by side; tokens that a pass looks at together
+constexpr int kLanes = 32;   // numbers side by side
+constexpr int kGroup = 256;  // tokens that a pass looks at together
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 template <typename To, typename From>
@@ -71,8 +71,8 @@ SSDEVICE_INLINE inline const float* group_at(const float* logits, int start, int
   return room;
 }
 
-// The largest of each group, and of its logits with the same number modulo kLanes. Whether one of
-// all is NaN, which the largest then need not be.
+// Finds the largest of each group, and of its logits with the same number modulo kLanes. Returns
+// whether any is NaN, which the largest then need not be.
 inline bool set_largest(const float* logits, int size, float* largest, float* of_lanes) {
   return fastest([=](auto) SSDEVICE_INLINE {
     int wrong = 0;
@@ -85,17 +85,20 @@ inline bool set_largest(const float* logits, int size, float* largest, float* of
       for (int at = 0; at < kGroup; at += kLanes) {
         for (int lane = 0; lane < kLanes; ++lane) {
           const float x = group[at + lane];
-          most[lane] = most[lane] < x ? x : most[lane], bad[lane] |= x != x;
+          most[lane] = most[lane] < x ? x : most[lane];
+          bad[lane] |= x != x;
         }
       }
       std::copy(most, most + kLanes, of_lanes + start / kGroup * kLanes);
       for (int half = kLanes / 2; half; half /= 2) {
         for (int lane = 0; lane < half; ++lane) {
           const float x = most[half + lane];
-          most[lane] = most[lane] < x ? x : most[lane], bad[lane] |= bad[half + lane];
+          most[lane] = most[lane] < x ? x : most[lane];
+          bad[lane] |= bad[half + lane];
         }
       }
-      largest[start / kGroup] = most[0], wrong |= bad[0];
+      largest[start / kGroup] = most[0];
+      wrong |= bad[0];
     }
     return wrong != 0;
   });
@@ -118,8 +121,8 @@ SSDEVICE_INLINE inline float times_plus(float x, float y, float z) {
 // 2^x of a bounded x, to 2e-7 of it: a polynomial of the fraction, shifted by the whole.
 template <bool kFused>
 SSDEVICE_INLINE inline float power_of_two(float x) {
-  const float rounded = x + 12582912.0f,
-              f = x - (rounded - 12582912.0f);  // 1.5 * 2^23: no room for a fraction
+  const float rounded = x + 12582912.0f;  // 1.5 * 2^23: no room for a fraction
+  const float f = x - (rounded - 12582912.0f);
   float p = times_plus<kFused>(0.0013264727f, f, 0.009671513f);
   p = times_plus<kFused>(times_plus<kFused>(p, f, 0.055507336f), f, 0.24022242f);
   p = times_plus<kFused>(times_plus<kFused>(p, f, 0.693147f), f, 1.0f);
@@ -155,8 +158,8 @@ Sums sums_of(const Row& row, float bound = 0, float from = -kInfinity, float end
       float weights[kTerms] = {}, moments[kTerms] = {}, aboves[kTerms] = {};
       for (int at = 0; at < kGroup; at += kTerms) {
         for (int term = 0; term < kTerms; ++term) {
-          const float logit = group[at + term],
-                      x = bounded((logit - row.most) * (kLog2e / row.temperature));
+          const float logit = group[at + term];
+          const float x = bounded((logit - row.most) * (kLog2e / row.temperature));
           const float w = power_of_two<fused.value>(x);
           weights[term] += w;
           if (kMoment) moments[term] = times_plus<fused.value>(w, x, moments[term]);
@@ -172,8 +175,11 @@ Sums sums_of(const Row& row, float bound = 0, float from = -kInfinity, float end
       }
     }
     Sums sums;
-    for (int term = 0; term < kTerms; ++term)
-      sums.weight += weight[term], sums.moment += moment[term] / kLog2e, sums.above += above[term];
+    for (int term = 0; term < kTerms; ++term) {
+      sums.weight += weight[term];
+      sums.moment += moment[term] / kLog2e;
+      sums.above += above[term];
+    }
     return sums;
   });
 }
