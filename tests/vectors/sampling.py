@@ -185,12 +185,10 @@ def sampling_of(case: Mapping[str, Any]) -> Sampling:
     asked = dict(case["sampling"], seed=int(case["seed"]))
     asked["logit_bias"] = {int(token): bias for token, bias in asked.get("logit_bias", {}).items()}
     asked["bad_words"] = tuple(map(tuple, asked.get("bad_words", ())))
-    return Sampling(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in asked.items()
-        }
-    )
+    for name, value in asked.items():
+        if isinstance(value, list):
+            asked[name] = tuple(value)
+    return Sampling(**asked)
 
 
 def answer(case: Mapping[str, Any]) -> tuple[list[int], list[int]]:
