@@ -16,10 +16,11 @@ class Chooser {
         position_(prompt.size()),
         process_(sampling, prompt, stops, vocab) {
     for (const auto& entry : s_.logit_bias) check(entry.first);
-    for (const Ids* ids : {&s_.suppress, &s_.begin_suppress})
-      std::for_each(ids->begin(), ids->end(), [&](int32_t id) { check(id); });
-    for (const Ids& word : s_.bad_words)
-      std::for_each(word.begin(), word.end(), [&](int32_t id) { check(id); });
+    for (const int32_t id : s_.suppress) check(id);
+    for (const int32_t id : s_.begin_suppress) check(id);
+    for (const Ids& word : s_.bad_words) {
+      for (const int32_t id : word) check(id);
+    }
   }
 
   // The token after the text so far, which it then belongs to. Changes the logits, of which
@@ -28,12 +29,14 @@ class Chooser {
   int32_t operator()(float* logits) {
     process_(logits);
     const int32_t token = sampler_(logits, vocab_, s_, position_);
-    if (token == Sampler::kNoToken && process_.forbade())
+    if (token == Sampler::kNoToken && process_.forbade()) {
       throw Error("the request forbids every token that the model could choose");
-    if (token < 0)
+    }
+    if (token < 0) {
       throw Error(source_ +
                   ": the model returned logits that are not numbers, or too large to choose from; "
                   "`ssdevice verify` tells whether the bundle is damaged");
+    }
     process_.accept(token);
     ++position_;
     return token;
@@ -44,9 +47,10 @@ class Chooser {
 
  private:
   void check(int32_t id) const {
-    if (id < 0 || id >= vocab_)
+    if (id < 0 || id >= vocab_) {
       throw Error("token " + std::to_string(id) + " is not one of the model's " +
                   std::to_string(vocab_));
+    }
   }
 
   const Sampling& s_;

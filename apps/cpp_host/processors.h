@@ -10,16 +10,22 @@ using Ids = std::vector<int32_t>;
 // What a user may ask; the defaults choose greedily. Meaning and order are those of Python's class
 // of this name, which also has the ranges.
 struct Sampling : Draw {
-  double repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
-  int64_t no_repeat_ngram_size = 0, min_new_tokens = 0, min_length = 0;
+  double repetition_penalty = 1;
+  double presence_penalty = 0;
+  double frequency_penalty = 0;
+  int64_t no_repeat_ngram_size = 0;
+  int64_t min_new_tokens = 0;
+  int64_t min_length = 0;
   std::map<int32_t, double> logit_bias;
-  Ids suppress, begin_suppress;
+  Ids suppress;
+  Ids begin_suppress;
   std::vector<Ids> bad_words;
 
   // An option that is a number, and the range that it must be in.
   struct Number {
     double Sampling::* value;
-    double least, most;
+    double least;
+    double most;
     const char* expected;
   };
   static constexpr double kAbove0 = std::numeric_limits<double>::denorm_min();
@@ -48,12 +54,14 @@ struct Sampling : Draw {
       if (const auto number = kNumbers.find(name); number != kNumbers.end()) {
         const Number& option = number->second;
         const double given = value;
-        if (!(given >= option.least && given <= option.most))
+        if (!(given >= option.least && given <= option.most)) {
           throw Error(name + " is " + value.dump() + ", expected " + option.expected);
+        }
         this->*option.value = given;
       }
-      if (name == "temperature" && temperature > 0 && temperature < kLeastTemperature)
+      if (name == "temperature" && temperature > 0 && temperature < kLeastTemperature) {
         throw Error("temperature is " + value.dump() + ", expected 0 (greedy), or 1e-6 to 100");
+      }
       if (kIntegers.count(name)) this->*kIntegers.at(name) = value;
       if (name == "seed") seed = value;
       if (name == "suppress") suppress = value.get<Ids>();
@@ -101,8 +109,9 @@ class Processors {
   // Changes the logits of the token after the text.
   void operator()(float* logits) {
     forbade_ = false;
-    for (const auto& [token, bias] : s_.logit_bias)
+    for (const auto& [token, bias] : s_.logit_bias) {
       set(logits[token], logits[token] + static_cast<float>(bias));
+    }
     if (s_.repetition_penalty != 1) {
       const auto penalty = static_cast<float>(s_.repetition_penalty);
       for (const int32_t token : distinct_) {
@@ -131,26 +140,26 @@ class Processors {
   }
 
   void ban(float* logits) {
-    const auto never = [&](int32_t token) { set(logits[token], -kInfinity); };
+    const auto never = [&](const Ids& tokens) {
+      for (const int32_t token : tokens) set(logits[token], -kInfinity);
+    };
     const auto size = static_cast<int64_t>(text_.size());
     const int64_t fresh = size - prompt_;
     const int64_t before = s_.no_repeat_ngram_size - 1;
-    std::for_each(s_.suppress.begin(), s_.suppress.end(), never);
-    if (!fresh) std::for_each(s_.begin_suppress.begin(), s_.begin_suppress.end(), never);
-    if (fresh < s_.min_new_tokens || size < s_.min_length)
-      std::for_each(stops_.begin(), stops_.end(), never);
+    never(s_.suppress);
+    if (!fresh) never(s_.begin_suppress);
+    if (fresh < s_.min_new_tokens || size < s_.min_length) never(stops_);
     if (before >= 0 && size >= before) {
       const auto found = followers_.find({text_.end() - before, text_.end()});
-      if (found != followers_.end())
-        std::for_each(found->second.begin(), found->second.end(), never);
+      if (found != followers_.end()) never(found->second);
     }
     for (const Ids& word : s_.bad_words) {
-      if (word.size() == 1 && std::count(stops_.begin(), stops_.end(), word[0]))
-        continue;  // or no answer would end
+      // A stop token is no bad word, or no answer would end.
+      if (word.size() == 1 && std::count(stops_.begin(), stops_.end(), word[0])) continue;
       const size_t beginning = word.size() - 1;
-      if (beginning <= text_.size() &&
-          std::equal(word.begin(), word.end() - 1, text_.end() - beginning))
-        never(word.back());
+      const bool begun = beginning <= text_.size() &&
+                         std::equal(word.begin(), word.end() - 1, text_.end() - beginning);
+      if (begun) set(logits[word.back()], -kInfinity);
     }
   }
 
@@ -166,7 +175,11 @@ class Processors {
 
   const Sampling& s_;
   const int64_t prompt_;
-  Ids stops_, text_, distinct_, answered_, counts_;
+  Ids stops_;
+  Ids text_;      // the prompt and the answer so far
+  Ids distinct_;  // their tokens, once each
+  Ids answered_;  // the answer's tokens, once each
+  Ids counts_;    // of each token of the vocabulary: how often the answer has it
   std::vector<bool> seen_;
   bool forbade_ = false;
   std::map<Ids, Ids> followers_;  // the tokens that followed all but the last of an n-gram

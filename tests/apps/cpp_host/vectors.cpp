@@ -64,8 +64,10 @@ Json outcome_of(Json given) {
 }
 
 int main(int argc, char** argv) try {
-  if (argc == 4 && argv[1] == std::string("--time"))
-    return std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n', 0;
+  if (argc == 4 && argv[1] == std::string("--time")) {
+    std::cout << times_of_choices(argv[2], Json::parse(argv[3])) << '\n';
+    return 0;
+  }
   std::ifstream stream(argv[1]);
   const Json vectors = Json::parse(stream);
   if (vectors.contains("sessions")) {
@@ -73,7 +75,8 @@ int main(int argc, char** argv) try {
     std::cout << wrong << " of " << vectors.at("sessions").size() << " sessions differ\n";
     return wrong > 0;
   }
-  int wrong = 0, cases = 0;
+  int wrong = 0;
+  int cases = 0;
   const auto expect = [&](bool right, const Json& given) {
     ++cases;
     if (right) return;
