@@ -13,8 +13,9 @@ def opens_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith(OPENING)
 
 
-def end_of_thoughts(text: str, marks: Sequence[Marks], thinking: bool) -> int:
-    """Where the answer begins after the last thought; the text's length if that is not over.
+def after_thoughts(text: str, marks: Sequence[Marks], thinking: bool) -> tuple[int, bool]:
+    """Where the text goes on after its last thought that is over, and whether another one begins
+    there.
 
     ``marks``: those of calls, which may have ``</think>`` in a string. ``thinking``: whether the
     text begins within a thought.
@@ -23,13 +24,12 @@ def end_of_thoughts(text: str, marks: Sequence[Marks], thinking: bool) -> int:
     while True:
         found = text.find(CLOSING, at)
         if found < 0:
-            break
+            return begin, thinking or is_thought(text[begin:])
         at = found + len(CLOSING)
         before = text[begin:found]
         if thinking or is_thought(before) or not _within_call(before, marks):
             begin = at
             thinking = False
-    return len(text) if thinking or is_thought(text[begin:]) else begin
 
 
 def is_thought(text: str) -> bool:
@@ -39,20 +39,14 @@ def is_thought(text: str) -> bool:
 
 def _within_call(text: str, marks: Sequence[Marks]) -> bool:
     """Whether a text ends within a string of a call."""
-    bare = text.find("{") if text.lstrip().startswith(("{", "```")) else -1
-    if bare >= 0 and ends_in_string(text[bare:], '"'):
-        return True
-    return any(
-        ends_in_string(rest, each.quote) for each in marks for rest in _rests(text, each.opening)
-    )
-
-
-def _rests(text: str, opening: str) -> list[str]:
-    """What is after each opening."""
-    found = []
-    at = text.find(opening)
-    while at >= 0:
-        at += len(opening)
-        found.append(text[at:])
-        at = text.find(opening, at)
-    return found
+    if text.lstrip().startswith(("{", "```")) and "{" in text:
+        if ends_in_string(text[text.index("{") :], '"'):
+            return True
+    for each in marks:
+        at = text.find(each.opening)
+        while at >= 0:
+            at += len(each.opening)
+            if ends_in_string(text[at:], each.quote):
+                return True
+            at = text.find(each.opening, at)
+    return False

@@ -13,7 +13,7 @@ from typing import Any, Self
 from ssdevice import arguments
 from ssdevice.errors import InputError
 from ssdevice.text.calls import Call, Marks, read_gemma_call, read_json_call
-from ssdevice.text.thoughts import end_of_thoughts
+from ssdevice.text.thoughts import after_thoughts
 from ssdevice.text.tokenizer import ChatTokenizer
 
 PYTHON_TAG = "<|python_tag|>"
@@ -159,7 +159,9 @@ def parse_calls(text: str, style: ToolStyle, thinking: bool = False) -> tuple[st
     What only looks like a call, such as broken JSON, stays in the content, and so does all up to
     the last ``</think>``. ``thinking``: whether the prompt ended with ``<think>``.
     """
-    begin = end_of_thoughts(text, style.value, thinking)
+    begin, thinking = after_thoughts(text, style.value, thinking)
+    if thinking:
+        return text.strip(), []
     answer = text[begin:]
     if style is ToolStyle.LLAMA3:
         content, calls = _parse_llama(answer)
