@@ -155,7 +155,7 @@ def _refers_to_itself(schema: Any) -> bool:
 def parse_calls(text: str, style: ToolStyle, thinking: bool = False) -> tuple[str, list[Call]]:
     """``text -> (content, calls)``.
 
-    Calls have the marks of the style, or one is the whole answer, as it is or as a block of code.
+    Calls have the marks of the style, or are the whole answer, as it is or as a block of code.
     What only looks like a call, such as broken JSON, stays in the content, and so does all up to
     the last ``</think>``. ``thinking``: whether the prompt ended with ``<think>``.
     """
@@ -222,13 +222,17 @@ def _parse_llama(text: str) -> tuple[str, list[Call]]:
 
 
 def _parse_bare(text: str) -> tuple[str, list[Call]]:
-    """The call that the whole text is."""
+    """The calls that the whole text is, one after another."""
     fenced = _FENCED.fullmatch(text)
     inside = fenced[1] if fenced else text
-    call, end = read_json_call(inside, 0, bare=True)
-    if call is None or end < len(inside):
-        return text, []
-    return "", [call]
+    calls = []
+    at = 0
+    while at < len(inside):
+        call, at = read_json_call(inside, at, bare=True)
+        if call is None:
+            return text, []
+        calls.append(call)
+    return "", calls
 
 
 _TYPES = {
