@@ -10,7 +10,7 @@ from ssdevice.text.tools import ToolStyle
 
 _BARE = re.compile(r'\s*(```\w*\s*)?\{\s*"(name|arguments|parameters|type|id)"')
 """How an answer begins that may be a call without marks."""
-_PERHAPS_BARE = re.compile(r'\s*(`{1,3}|```\w*\s*|(```\w*\s*)?\{\s*("\w*)?)')
+_PERHAPS_BARE = re.compile(r'\s*(`{1,3}|```\w*\s*|(```\w*\s*)?\{\s*("\w*)?)?')
 """The beginning of that."""
 
 

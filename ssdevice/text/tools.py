@@ -139,17 +139,9 @@ def arguments_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]
         isinstance(properties, Mapping)
         and parameters.keys() <= CLOSED_KEYS
         and set(parameters.get("required") or ()) <= properties.keys()
-        and not _refers_to_itself(parameters)
     ):
         schema["additionalProperties"] = False
     return schema
-
-
-def _refers_to_itself(schema: Any) -> bool:
-    """Whether a schema has a reference to its root, which may ask for further properties there."""
-    if isinstance(schema, Mapping):
-        return schema.get("$ref") == "#" or any(map(_refers_to_itself, schema.values()))
-    return isinstance(schema, list) and any(map(_refers_to_itself, schema))
 
 
 def parse_calls(text: str, style: ToolStyle, thinking: bool = False) -> tuple[str, list[Call]]:
