@@ -77,8 +77,7 @@ class Generation:
     ``cached_tokens``: those of the prompt that were not computed again.
     ``inexact``: typical acceptance may have changed the tokens.
     ``alone``: tokens that no server verified, because it did not answer.
-    ``thinking``: whether the prompt began a thought, which the answer goes on with; only ``serve`` says
-    so.
+    ``thinking``: whether the prompt began a thought; only ``serve`` says so.
     """
 
     prompt_tokens: int

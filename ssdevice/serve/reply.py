@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from ssdevice.runtime.generation import Generation, Reason
+from ssdevice.runtime.sampling.choice import Logprobs
 from ssdevice.serve.request import Request
 from ssdevice.text.call_stream import CallStream
 from ssdevice.text.tokenizer import ChatTokenizer
@@ -32,14 +33,11 @@ class Reply:
 
     def _head_of(self, fingerprint: str) -> dict[str, Any]:
         """What all objects of the answer begin with."""
-        if not self.chat:
-            name, kind = "cmpl", "text_completion"
-        elif self.request.stream:
-            name, kind = "chatcmpl", "chat.completion.chunk"
-        else:
-            name, kind = "chatcmpl", "chat.completion"
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if self.request.stream else "chat.completion"
         head = {
-            "id": f"{name}-{uuid4().hex}",
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}",
             "object": kind,
             "created": int(time()),
             "model": self.request.app,
@@ -140,33 +138,37 @@ class Reply:
         ]
 
     def _logprobs(self, answer: Generation, start: int) -> dict[str, Any]:
-        """The log-probabilities of the tokens from ``start`` on that are text; stop tokens are not."""
-        pairs = enumerate(zip(answer.tokens[start:], answer.logprobs[start:], strict=True), start)
-        found = [
-            {
-                **self._entry(token, each.chosen, at == 0),
-                "top_logprobs": [
-                    self._entry(*other, at == 0)
-                    for other in zip(each.ids, each.values, strict=True)
-                ],
-            }
-            for at, (token, each) in pairs
-            if token not in self.tokenizer.stop_ids
-        ]
+        """The log-probabilities of the tokens from ``start`` on that are text; stop tokens are
+        not.
+        """
+        found = []
+        for at in range(start, len(answer.logprobs)):
+            token = answer.tokens[at]
+            if token not in self.tokenizer.stop_ids:
+                found.append(self._entry(token, answer.logprobs[at], at == 0))
         if self.chat:
             return {"content": found, "refusal": None}
         texts = [each["token"] for each in found]
         *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
+        tops = []
+        for each in found:
+            tops.append({top["token"]: top["logprob"] for top in each["top_logprobs"]})
         return {
             "tokens": texts,
             "token_logprobs": [each["logprob"] for each in found],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in found
-            ],
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
-    def _entry(self, token: int, logprob: float, first: bool) -> dict[str, Any]:
+    def _entry(self, token: int, logprobs: Logprobs, first: bool) -> dict[str, Any]:
+        """A token with its alternatives. ``first``: of the answer."""
+        others = [
+            self._said(other, value, first)
+            for other, value in zip(logprobs.ids, logprobs.values, strict=True)
+        ]
+        return {**self._said(token, logprobs.chosen, first), "top_logprobs": others}
+
+    def _said(self, token: int, logprob: float, first: bool) -> dict[str, Any]:
         text, content = self.tokenizer.texts.said(token, first)
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": [*content]}
 

@@ -294,5 +294,6 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     if origin is dict and inner[0] is str:
         return {"type": "object", "additionalProperties": _schema(inner[1], where)}
     raise InputError(
-        f"{where}: {hint} is no type that JSON has; use {', '.join(each.__name__ for each in _TYPES)}"
+        f"{where}: {hint} is no type that JSON has; "
+        f"use {', '.join(each.__name__ for each in _TYPES)}"
     )

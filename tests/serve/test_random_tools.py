@@ -6,46 +6,22 @@ What the client is given is judged by jsonschema, against the schemas that it se
 from __future__ import annotations
 
 import json
-from functools import cache
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
-from tokenizers import AddedToken
 
 from ssdevice.errors import InputError
-from ssdevice.runtime.generation import Generation, Reason
 from ssdevice.runtime.sampling.structure import Structure, call_structure, open_grammar
-from ssdevice.serve.reply import Reply
-from ssdevice.serve.request import Request, chat_request
-from ssdevice.text.chat_template import ChatFormat
-from ssdevice.text.tokenizer import ChatTokenizer, load_tokenizer
+from ssdevice.text.tokenizer import ChatTokenizer
 from tests.runtime.sampling.letters import letters
-from tests.serve.serving import TEMPLATE, USER
+from tests.serve.replies import FENCE, TEMPLATES, given, requested, tokenizer
 from tests.serve.tool_schemas import random_tool
 
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-FENCE = "```"
-TEMPLATES = {
-    "Hermes": TEMPLATE,
-    "Llama": TEMPLATE.replace("<tool_call>", "<|python_tag|>").replace("</tool_call>", ""),
-    "XML": TEMPLATE.replace("<tool_call>", "<tool_call><function=f>"),
-}
 LONG = 250
 """Tokens after which a random answer ends its strings and lists as soon as it may."""
-
-
-@cache
-def tokenizer(template: str, special: bool | None) -> ChatTokenizer:
-    """``special``: whether the added tokens for marks are; None for a tokenizer without them."""
-    made = load_tokenizer(letters().tokenizer_json, "letters")
-    if special is not None:
-        made.add_tokens([AddedToken(mark, special=special) for mark in MARKS])
-    made.add_tokens([AddedToken(FENCE, special=False)])
-    chat = ChatFormat(TEMPLATES[template], {"eos_token": "</s>"}, letters().stop_ids)
-    return ChatTokenizer(made, chat)
 
 
 def random_answer(structure: Structure, tokenizer: ChatTokenizer, seed: int) -> list[int]:
@@ -63,30 +39,6 @@ def random_answer(structure: Structure, tokenizer: ChatTokenizer, seed: int) -> 
         tokens.append(int(np.argmax(grammar.masked(scores.astype(np.float32)))))
         grammar.accept(tokens[-1])
     return tokens
-
-
-def requested(tools: list[dict[str, Any]], choice: Any, stream: bool = False) -> Request:
-    body = {"model": "m", "messages": [USER], "tools": tools, "tool_choice": choice}
-    return chat_request(json.dumps({**body, "stream": stream}).encode())
-
-
-def given(request: Request, tokenizer: ChatTokenizer, tokens: list[int]) -> dict[str, Any]:
-    """The message that a client is given; a stream's is put together from its pieces."""
-    answer = Generation(1, text=tokenizer.decode(tokens), tokens=tokens, reason=Reason.STOP)
-    reply = Reply(request, tokenizer, "fp")
-    if not request.stream:
-        return dict(reply.whole(answer)["choices"][0]["message"])
-    text = ""
-    calls = []
-    for end in (*range(1, len(tokens), 7), len(tokens)):
-        part = tokens[:end]
-        reason = Reason.STOP if end == len(tokens) else None
-        so_far = Generation(1, text=tokenizer.decode(part), tokens=part, reason=reason)
-        for piece in reply.pieces(so_far):
-            delta = piece["choices"][0]["delta"]
-            text += delta.get("content") or ""
-            calls += delta.get("tool_calls", [])
-    return {"content": text or None, "tool_calls": calls}
 
 
 def check(message: dict[str, Any], tools: list[dict[str, Any]]) -> tuple[str, str]:
@@ -112,7 +64,7 @@ def try_tools(seed: int) -> bool:
     model = tokenizer(random.choice(list(TEMPLATES)), random.choice([True, False, None]))
     for choice in (chosen, "required"):
         for stream in (False, True):
-            request = requested(tools, choice, stream)
+            request = requested(tools, choice, stream=stream)
             style = request.style(model.chat.template)
             assert style is not None
             structure = call_structure(request.forced, style, model)
@@ -146,7 +98,7 @@ def check_auto(name: str, text: str, tools: list[dict[str, Any]]) -> None:
     for written in (f"<tool_call>\n{call}\n</tool_call>", call, f"{FENCE}json\n{call}\n{FENCE}"):
         tokens = [*model.encode(written), model.stop_ids[0]]
         for stream in (False, True):
-            message = given(requested(tools, "auto", stream), model, tokens)
+            message = given(requested(tools, stream=stream), model, tokens)
             assert check(message, tools) == (name, text)
 
 

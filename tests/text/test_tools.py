@@ -31,14 +31,16 @@ CALL = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 ANSWERS: list[tuple[ToolStyle, str, str, list[Call]]] = [
     (
         HERMES,
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n'
+        "</tool_call>",
         "",
         [WEATHER],
     ),
     (
         HERMES,
         'I look.\n<tool_call>{"name": "time", "arguments": {}}</tool_call>\n'
-        '<tool_call>{"arguments": {"city": "Zürich", "days": 2}, "name": "weather"}</tool_call> Wait.',
+        '<tool_call>{"arguments": {"city": "Zürich", "days": 2}, "name": "weather"}</tool_call>'
+        " Wait.",
         "I look.\n\n Wait.",
         [TIME, WEATHER],
     ),
@@ -99,7 +101,13 @@ ANSWERS: list[tuple[ToolStyle, str, str, list[Call]]] = [
     # Without arguments.
     *(
         (HERMES, f'<tool_call>{{"name": "time"{given}}}</tool_call>', "", [TIME])
-        for given in ("", *(f', "arguments": {none}' for none in ("null", '""', '" "', '"null"')))
+        for given in (
+            "",
+            ', "arguments": null',
+            ', "arguments": ""',
+            ', "arguments": " "',
+            ', "parameters": "null"',
+        )
     ),
     (LLAMA3, '{"type": "function", "name": "time"}', "", [TIME]),
     (GEMMA, GEMMA4.replace("{%s}", "") % "time", "", [TIME]),

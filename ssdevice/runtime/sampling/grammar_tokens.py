@@ -104,8 +104,10 @@ def _named(tokenizer: ChatTokenizer, name: str) -> set[int]:
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     if not name.startswith("["):
         return {i for i, token in added.items() if token.content == f"<{name}>"}
-    bounds = [(int(first), int(last or first)) for first, last in _RANGE.findall(name)]
-    return {i for i in added if any(first <= i <= last for first, last in bounds)}
+    found = set[int]()
+    for first, last in _RANGE.findall(name):
+        found |= {i for i in added if int(first) <= i <= int(last or first)}
+    return found
 
 
 @lru_cache(maxsize=4)
