@@ -34,8 +34,9 @@ class Request:
 
     ``sampling``: the fields of Sampling that were named, ``structure`` among them, and a seed if
     tokens are drawn. ``forced``: functions of which the answer must call one. ``most_calls``: how
-    many calls the answer may have; None for any. ``max_tokens``: None for what the context takes. ``logprobs``: how many alternatives; None for no log-probabilities.
-    ``usage``: whether a stream ends with it.
+    many calls the answer may have; None for any. ``max_tokens``: None for what the context takes.
+    ``logprobs``: how many alternatives; None for no log-probabilities. ``usage``: whether a stream
+    ends with it.
     """
 
     app: str
@@ -217,7 +218,8 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _only(neutral: Any) -> Check:
-    """A parameter that only has this value here, which asks for nothing; clients send it unasked."""
+    """A parameter that has only this value here, which asks for nothing: clients send it unasked.
+    """
 
     def check(name: str, value: Any) -> None:
         if json.dumps(value) != json.dumps(neutral):

@@ -39,9 +39,9 @@ def is_thought(text: str) -> bool:
 
 def _within_call(text: str, marks: Sequence[Marks]) -> bool:
     """Whether a text ends within a string of a call."""
-    if text.lstrip().startswith(("{", "```")) and "{" in text:
-        if ends_in_string(text[text.index("{") :], '"'):
-            return True
+    bare = text.find("{") if text.lstrip().startswith(("{", "```")) else -1
+    if bare >= 0 and ends_in_string(text[bare:], '"'):
+        return True
     for each in marks:
         at = text.find(each.opening)
         while at >= 0:
