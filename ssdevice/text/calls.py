@@ -93,7 +93,7 @@ def _members(text: str, at: int) -> tuple[dict[str, tuple[Any, str]], int]:
     """The values of a JSON object, each with its own text, and where the object ends; raises
     ValueError, RecursionError.
     """
-    found = {}
+    found: dict[str, tuple[Any, str]] = {}
     at = _after(text, at, "{")
     if text.startswith("}", at):
         return found, at + 1

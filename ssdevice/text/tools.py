@@ -166,7 +166,7 @@ def parse_calls(text: str, style: ToolStyle, thinking: bool = False) -> tuple[st
 
 def _parse_marked(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
     content = ""
-    calls = []
+    calls = list[Call]()
     at = 0
     while True:
         found = [(text.find(marks.opening, at), marks) for marks in style.value]
@@ -203,7 +203,7 @@ def _parse_llama(text: str) -> tuple[str, list[Call]]:
     content, _, rest = text.rpartition(PYTHON_TAG)
     fenced = _FENCED.fullmatch(rest)
     rest = fenced[1] if fenced else rest.strip()
-    calls = []
+    calls = list[Call]()
     at = 0
     while at < len(rest):
         call, at = _marked_json_call(rest, at, ToolStyle.LLAMA3.value[0])
@@ -217,7 +217,7 @@ def _parse_bare(text: str) -> tuple[str, list[Call]]:
     """The calls that the whole text is, one after another."""
     fenced = _FENCED.fullmatch(text)
     inside = fenced[1] if fenced else text
-    calls = []
+    calls = list[Call]()
     at = 0
     while at < len(inside):
         call, at = read_json_call(inside, at, bare=True)

@@ -123,9 +123,8 @@ def grammar_tokens(tokenizer: ChatTokenizer, vocab: int, text: frozenset[int]) -
     base = _base(tokenizer, vocab)
     if not tokenizer.tokenizer.get_added_tokens_decoder():
         return base
-    return LLTokenizer(
-        _Spelling(tokenizer, base, text), n_vocab=vocab, eos_token=list(tokenizer.stop_ids)
-    )
+    spelling: Any = _Spelling(tokenizer, base, text)
+    return LLTokenizer(spelling, n_vocab=vocab, eos_token=list(tokenizer.stop_ids))
 
 
 @lru_cache(maxsize=4)
