@@ -93,10 +93,14 @@ def _without_escapes(pattern: str) -> str:
 
 
 def _spelled(tokenizer: ChatTokenizer, text: str) -> set[int]:
-    """The added tokens whose text is in ``text``, without those that end an answer."""
+    """The special tokens whose text is in ``text``, without those that end an answer."""
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     stops = tokenizer.stop_ids
-    return {i for i, token in added.items() if token.content in text and i not in stops}
+    return {
+        i
+        for i, token in added.items()
+        if token.special and token.content in text and i not in stops
+    }
 
 
 def _named(tokenizer: ChatTokenizer, name: str) -> set[int]:
