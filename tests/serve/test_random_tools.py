@@ -31,7 +31,7 @@ def random_answer(structure: Structure, tokenizer: ChatTokenizer, seed: int) -> 
     grammar = open_grammar(structure, tokenizer, vocab)
     taste = draw.normal(size=vocab, scale=2.0)
     ends = np.zeros(vocab)
-    for text in ('"', "}", "]", '",'):
+    for text in ('"', "}", "]"):
         ends[tokenizer.encode(text)[0]] = 1.0
     tokens = list[int]()
     while not tokens or tokens[-1] not in tokenizer.stop_ids:
