@@ -22,6 +22,7 @@ ALLOWED = {
     r"needs the packages of `make web`": "they come from another registry",
     r"needs coreai-core and coreai-torch": "pre-releases, which only their own extra installs",
     r"needs a Mac.*": "Core ML itself runs nowhere else",
+    r"needs (langchain-openai|instructor|pydantic-ai)": "frameworks of agents, with many packages of their own",
     r"these run in the interpreter|there Core ML itself opens a package": "on a Mac, Core ML does this work",
     r"the size of the process is read from /proc|sizes of processes are read from /proc": "only Linux has /proc",
     r"counts events of Linux": "inotify, which other systems lack",

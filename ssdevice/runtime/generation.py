@@ -77,6 +77,7 @@ class Generation:
     ``cached_tokens``: those of the prompt that were not computed again.
     ``inexact``: typical acceptance may have changed the tokens.
     ``alone``: tokens that no server verified, because it did not answer.
+    ``thinking``: whether the prompt began a thought; only ``serve`` says so.
     """
 
     prompt_tokens: int
@@ -92,6 +93,7 @@ class Generation:
     cached_tokens: int = 0
     inexact: bool = False
     alone: int = 0
+    thinking: bool = False
 
     def add(self, run: Run, seconds: float, native_seconds: float) -> None:
         """Add a run and the time of its call; the first run is that of prefill."""

@@ -17,7 +17,11 @@ from ssdevice.runtime.session import Session
 from ssdevice.serve.guard import Refusal
 from ssdevice.serve.metrics import Metrics
 from ssdevice.serve.request import Request
+from ssdevice.text.thoughts import opens_thought
+from ssdevice.text.tools import answer_text
 
+END_OF_PROMPT = 32
+"""More tokens than a template writes after ``<think>``, or writes that as."""
 BETWEEN_S = 0.02
 """Between two pieces of a stream: sending each token by itself would take a tenth of the model's
 time on two cores.
@@ -82,8 +86,9 @@ def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Gen
     """The answer as it grows, see ``Decoder.answers``."""
     if request.app != session.app:
         session.use(request.app)
+    ids = _ids(session, request)
     answers = session.growing(
-        _ids(session, request),
+        ids,
         max_tokens=request.max_tokens or session.engine.geometry.context,
         stop=request.stop,
         mode=session.mode(speculate=True),
@@ -91,6 +96,9 @@ def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Gen
     )
     told = 0.0
     answer = next(answers)
+    if request.tools:
+        end = answer_text(session.tokenizer, ids[-END_OF_PROMPT:])
+        answer.thinking = opens_thought(end)
     try:
         with closing(answers):  # an answer that is left has its reason then
             while answer.reason is None:

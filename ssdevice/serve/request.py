@@ -33,15 +33,17 @@ class Request:
     ``prompt``, text or ids.
 
     ``sampling``: the fields of Sampling that were named, ``structure`` among them, and a seed if
-    tokens are drawn. ``forced``: functions of which the answer must call one. ``max_tokens``: None
-    for what the context takes. ``logprobs``: how many alternatives; None for no log-probabilities.
-    ``usage``: whether a stream ends with it.
+    tokens are drawn. ``forced``: functions of which the answer must call one. ``most_calls``: how
+    many calls the answer may have; None for any. ``max_tokens``: None for what the context takes.
+    ``logprobs``: how many alternatives; None for no log-probabilities. ``usage``: whether a stream
+    ends with it.
     """
 
     app: str
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     forced: Sequence[Mapping[str, Any]] = ()
+    most_calls: int | None = None
     template: Mapping[str, Any] | None = None
     prompt: str | Sequence[int] = ""
     max_tokens: int | None = None
@@ -60,13 +62,9 @@ class Request:
         """How calls in the answer are written; None if there can be none, or in a form that is not
         read.
         """
-        return (
-            ToolStyle.forced(template)
-            if self.forced
-            else ToolStyle.of(template)
-            if self.tools
-            else None
-        )
+        if self.forced:
+            return ToolStyle.forced(template)
+        return ToolStyle.of(template) if self.tools else None
 
 
 def chat_request(content: bytes) -> Request:
@@ -89,6 +87,7 @@ def chat_request(content: bytes) -> Request:
         messages=given["messages"],
         tools=tools,
         forced=forced,
+        most_calls=None if given.get("parallel_tool_calls", True) else 1,
         template=given.get("chat_template_kwargs"),
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         logprobs=alternatives if given.get("logprobs") else None,
@@ -121,10 +120,9 @@ def _parameters(content: bytes, known: Mapping[str, Check], *needed: str) -> dic
             found[name] = known[name](name, value)
         except InputError as error:
             raise Refusal(str(error), param=name, code="invalid_value") from error
-    if missing := [name for name in ("model", *needed) if name not in found]:
-        raise Refusal(
-            f"{missing[0]} is missing", param=missing[0], code="missing_required_parameter"
-        )
+    for name in ("model", *needed):
+        if name not in found:
+            raise Refusal(f"{name} is missing", param=name, code="missing_required_parameter")
     return found
 
 
@@ -149,22 +147,15 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """The tools that the model is told of, and those of which it must call one."""
-    if choice in ("auto", "none"):
-        return tools if choice == "auto" else (), ()
+    if choice == "auto":
+        return tools, ()
+    if choice == "none":
+        return (), ()
     if not tools:
         raise Refusal("tool_choice needs tools", param="tool_choice")
     if choice == "required":
         return tools, tools
-    function = (
-        choice.get("function")
-        if isinstance(choice, dict) and choice.get("type") == "function"
-        else None
-    )
-    forced = [
-        tool
-        for tool in tools
-        if isinstance(function, dict) and tool["function"]["name"] == function.get("name")
-    ]
+    forced = [tool for tool in tools if tool["function"]["name"] == _chosen_name(choice)]
     if not forced:
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise Refusal(
@@ -173,6 +164,14 @@ def _choice(tools: Sequence[Any], choice: Any) -> tuple[Sequence[Any], Sequence[
             code="invalid_value",
         )
     return tools, forced
+
+
+def _chosen_name(choice: Any) -> Any:
+    """The name in ``{"type": "function", "function": {"name": ..}}``; None for another form."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    function = choice.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _functions(_: str, value: Any) -> list[Any]:
@@ -206,11 +205,9 @@ def _bias(name: str, value: Any) -> dict[int, float]:
 def _prompt(name: str, value: Any) -> str | list[int]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
-    return (
-        value
-        if isinstance(value, str)
-        else arguments.wholes(f"{name}, where it is not one text,", value)
-    )
+    if isinstance(value, str):
+        return value
+    return arguments.wholes(f"{name}, where it is not one text,", value)
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
@@ -221,7 +218,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _only(neutral: Any) -> Check:
-    """A parameter that only has this value here, which asks for nothing; clients send it unasked."""
+    """A parameter that has only this value here, which asks for nothing: clients send it unasked."""
 
     def check(name: str, value: Any) -> None:
         if json.dumps(value) != json.dumps(neutral):
@@ -250,7 +247,6 @@ COMMON: dict[str, Check] = {
     "echo": _only(False),
     "suffix": _only(""),
     "store": _only(False),
-    "parallel_tool_calls": _only(True),
     "service_tier": _only("auto"),
 }
 CHAT: dict[str, Check] = COMMON | {
@@ -261,6 +257,7 @@ CHAT: dict[str, Check] = COMMON | {
     "response_format": _structure,
     "tools": _functions,
     "tool_choice": _as_given,
+    "parallel_tool_calls": arguments.flag,
     "chat_template_kwargs": arguments.mapping,
 }
 TEXT: dict[str, Check] = COMMON | {

@@ -1,4 +1,4 @@
-"""Messages of a conversation in OpenAI's form, checked, and what a chat template is given besides."""
+"""Messages of a conversation in OpenAI's form, checked, and what else a chat template is given."""
 
 import json
 from bisect import bisect_left
@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from ssdevice import arguments, strict_json
 from ssdevice.errors import ContextOverflowError, InputError
+from ssdevice.text.calls import json_value
 from ssdevice.text.frames import Message
 
 SYSTEM = "system"
@@ -166,7 +167,7 @@ def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...
     """The messages of a conversation, as templates take them.
 
     ``ends``: ANSWERED or WAITING. A content is a string, or a list of text parts, which become
-    lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it. Raises InputError
+    lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it; None or "" is {}. Raises InputError
     for another form or order.
     """
     last = ""
@@ -238,16 +239,26 @@ def _content(what: str, value: Any, role: str) -> str:
 def _calls(what: str, value: Any) -> list[Any]:
     found = []
     for number, call in enumerate(arguments.objects(what, value)):
-        where = f"{what}[{number}]"
-        function = dict(arguments.mapping(f"{where}.function", call.get("function")))
-        arguments.text(f"{where}.function.name", function.get("name"))
-        if isinstance(given := function.get("arguments", {}), str):
-            given = strict_json.parse(given, f"{where}.function.arguments", InputError)
-        function["arguments"] = arguments.mapping(f"{where}.function.arguments", given)
+        where = f"{what}[{number}].function"
+        function = dict(arguments.mapping(where, call.get("function")))
+        arguments.text(f"{where}.name", function.get("name"))
+        function["arguments"] = _arguments(f"{where}.arguments", function.get("arguments"))
         if "id" in call:
-            arguments.text(f"{where}.id", call["id"])
+            arguments.text(f"{what}[{number}].id", call["id"])
         found.append({**call, "function": function})
     return list(_json(what, found))
+
+
+def _arguments(where: str, given: Any) -> Mapping[str, Any]:
+    """The arguments of a call: an object, or its JSON, which a model wrote and clients send back as
+    it is. None, or no text, is none.
+    """
+    if isinstance(given, str):
+        try:
+            given = json_value(given) if given.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not JSON ({error}): {given[:60]!r}") from error
+    return {} if given is None else arguments.mapping(where, given)
 
 
 def _json(what: str, value: Any) -> Any:

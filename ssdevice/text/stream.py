@@ -224,7 +224,7 @@ class StopStrings:
             self._held = ""
             self._shown = []
         else:
-            keep = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+            keep = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
             self._held = text[keep:]
             self._shown = visible[keep:]
         return "".join(compress(text[:keep], visible))
@@ -287,7 +287,7 @@ class TextOutput:
         return self._stops.push(self._stream.flush()) + self._stops.flush()
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop`` without completing it."""
     return next(
         (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0

@@ -3,27 +3,18 @@ text.
 """
 
 import inspect
-import json
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from ssdevice import arguments
 from ssdevice.errors import InputError
+from ssdevice.text.calls import Call, Marks, read_gemma_call, read_json_call
+from ssdevice.text.thoughts import after_thoughts
 from ssdevice.text.tokenizer import ChatTokenizer
-
-
-class Marks(NamedTuple):
-    """What is before and after a call, and around its strings."""
-
-    opening: str
-    closing: str
-    quote: str = '"'
-
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -38,7 +29,7 @@ class ToolStyle(Enum):
     """
 
     HERMES = (Marks("<tool_call>", "</tool_call>"),)
-    LLAMA3 = (Marks(PYTHON_TAG, ";"), Marks("{", ";"))
+    LLAMA3 = (Marks(PYTHON_TAG, ";"),)
     GEMMA = (
         Marks("<start_function_call>", "<end_function_call>", "<escape>"),
         Marks("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -70,19 +61,34 @@ class ToolStyle(Enum):
         return cls.LLAMA3 if style in (None, cls.GEMMA) else style
 
 
-@dataclass(frozen=True)
-class Call:
-    name: str
-    arguments: dict[str, Any]
-
-
 NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
     "additionalProperties": False,
 }
-_BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
-_GEMMA_CALL = re.compile(r"\s*call:\s*([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
+CLOSED_KEYS = {
+    "$comment",
+    "$defs",
+    "$id",
+    "$schema",
+    "default",
+    "definitions",
+    "deprecated",
+    "description",
+    "examples",
+    "properties",
+    "readOnly",
+    "required",
+    "strict",
+    "title",
+    "type",
+    "writeOnly",
+}
+"""The keys of a schema beside which ``additionalProperties`` may be false: the others may ask for a
+property that is not listed.
+"""
+_FENCED = re.compile(r"\s*```\w*\s*(.*?)\s*```\s*", re.DOTALL)
+"""A block of code, as Markdown writes it."""
 
 
 def answer_text(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
@@ -100,99 +106,127 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
     found = {}
     for number, tool in enumerate(arguments.objects("tools", tools)):
         where = f"tools[{number}]"
-        if (kind := tool.get("type", "function")) != "function":
+        kind = tool.get("type", "function")
+        if kind != "function":
             raise InputError(f"{where}: type {repr(kind)[:60]}, expected 'function'")
         function = arguments.mapping(f"{where}.function", tool.get("function"))
-        if not (name := arguments.text(f"{where}.function.name", function.get("name"))):
+        name = arguments.text(f"{where}.function.name", function.get("name"))
+        if not name:
             raise InputError(f"{where}.function.name is empty")
-        found[name] = arguments.mapping(
-            f"{where}.function.parameters", function.get("parameters", NO_PARAMETERS)
-        )
+        parameters = function.get("parameters")
+        if parameters is None:
+            parameters = NO_PARAMETERS
+        found[name] = arguments.mapping(f"{where}.function.parameters", parameters)
     return found
 
 
-def parse_calls(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
+def arguments_schema(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a call's arguments: an object that fits the ``parameters`` of the function
+    ``name``.
+
+    Properties that are listed are all there are, where that cannot exclude a value that fits: small
+    models invent more. Raises InputError for parameters that are no object.
+    """
+    kinds = parameters.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise InputError(
+            f"function {name[:60]!r}: its parameters are of type {repr(kinds)[:60]}, expected "
+            "'object': arguments have names"
+        )
+    schema = {**parameters, "type": "object"}
+    properties = parameters.get("properties")
+    if (
+        isinstance(properties, Mapping)
+        and parameters.keys() <= CLOSED_KEYS
+        and set(parameters.get("required") or ()) <= properties.keys()
+    ):
+        schema["additionalProperties"] = False
+    return schema
+
+
+def parse_calls(text: str, style: ToolStyle, thinking: bool = False) -> tuple[str, list[Call]]:
     """``text -> (content, calls)``.
 
-    What only looks like a call, such as broken JSON, stays in the content.
+    Calls have the marks of the style, or are the whole answer, as it is or as a block of code.
+    What only looks like a call, such as broken JSON, stays in the content, and so does all up to
+    the last ``</think>``. ``thinking``: whether the prompt ended with ``<think>``.
     """
+    begin, thinking = after_thoughts(text, style.value, thinking)
+    if thinking:
+        return text.strip(), []
+    answer = text[begin:]
     if style is ToolStyle.LLAMA3:
-        return _parse_llama(text)
-    read = _gemma_call if style is ToolStyle.GEMMA else _json_call
+        content, calls = _parse_llama(answer)
+    else:
+        content, calls = _parse_marked(answer, style)
+        if not calls:
+            content, calls = _parse_bare(answer)
+    return (text[:begin] + content).strip(), calls
+
+
+def _parse_marked(text: str, style: ToolStyle) -> tuple[str, list[Call]]:
     content = ""
-    calls = []
+    calls = list[Call]()
     at = 0
-    while found := min(
-        ((i, m) for m in style.value if (i := text.find(m.opening, at)) >= 0), default=None
-    ):
-        start, marks = found
+    while True:
+        found = [(text.find(marks.opening, at), marks) for marks in style.value]
+        found = [(start, marks) for start, marks in found if start >= 0]
+        if not found:
+            return content + text[at:], calls
+        start, marks = min(found)
         begin = start + len(marks.opening)
-        call, end = read(text, begin, marks)
-        content += text[at : begin if call is None else start]
-        calls += [] if call is None else [call]
-        at = begin if call is None else end
-    return (content + text[at:]).strip(), calls
+        if style is ToolStyle.GEMMA:
+            call, end = read_gemma_call(text, begin, marks)
+        else:
+            call, end = _marked_json_call(text, begin, marks)
+        if call is None:
+            content += text[at:begin]
+            at = begin
+        else:
+            content += text[at:start]
+            calls.append(call)
+            at = end
+
+
+def _marked_json_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
+    """The call that begins there, and where the text after it begins.
+
+    The stop token may have come before the closing mark, and strings may have marks in them.
+    """
+    call, end = read_json_call(text, at)
+    if call is None or not (text.startswith(marks.closing, end) or end == len(text)):
+        return None, at
+    return call, min(len(text), end + len(marks.closing))
 
 
 def _parse_llama(text: str) -> tuple[str, list[Call]]:
     content, _, rest = text.rpartition(PYTHON_TAG)
-    rest, calls, at = rest.strip(), [], 0
+    fenced = _FENCED.fullmatch(rest)
+    rest = fenced[1] if fenced else rest.strip()
+    calls = list[Call]()
+    at = 0
     while at < len(rest):
-        call, at = _json_call(rest, at, ToolStyle.LLAMA3.value[0])
+        call, at = _marked_json_call(rest, at, ToolStyle.LLAMA3.value[0])
         if call is None:
-            return text.strip(), []
+            return text, []
         calls.append(call)
-    return content.strip(), calls
+    return content, calls
 
 
-def _json_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
-    """The call that begins there, and where the text after it begins; the JSON may have marks in
-    its strings.
-    """
-    try:
-        value, at = _JSON.raw_decode(text, len(text) - len(text[at:].lstrip()))
-    except (ValueError, RecursionError):
-        return None, at
-    at = len(text) - len(text[at:].lstrip())
-    if not text.startswith(marks.closing, at) and at < len(text):
-        return None, at
-    return _call(value), min(len(text), at + len(marks.closing))
+def _parse_bare(text: str) -> tuple[str, list[Call]]:
+    """The calls that the whole text is, one after another."""
+    fenced = _FENCED.fullmatch(text)
+    inside = fenced[1] if fenced else text
+    calls = list[Call]()
+    at = 0
+    while at < len(inside):
+        call, at = read_json_call(inside, at, bare=True)
+        if call is None:
+            return text, []
+        calls.append(call)
+    return "", calls
 
 
-def _gemma_call(text: str, at: int, marks: Marks) -> tuple[Call | None, int]:
-    inside, closing, _ = text[at:].partition(marks.closing)
-    if (body := _GEMMA_CALL.fullmatch(inside)) is None:
-        return None, at
-    # Every other piece is a string, the rest is JSON but for its keys.
-    pieces = body[2].split(marks.quote)
-    pieces[::2] = [_BARE_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
-    pieces[1::2] = map(json.dumps, pieces[1::2])
-    given = _decoded("".join(pieces))
-    return None if given is None else Call(body[1], given), at + len(inside + closing)
-
-
-def _call(value: Any) -> Call | None:
-    """The call in a JSON value: the families say ``arguments`` or ``parameters``."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    given = value.get("arguments", value.get("parameters"))
-    given = _decoded(given) if isinstance(given, str) else given
-    return Call(value["name"], given) if isinstance(given, dict) else None
-
-
-def _decoded(text: str) -> Any:
-    """The value of a JSON text; None for another text."""
-    try:
-        return _JSON.decode(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-_JSON = json.JSONDecoder(parse_constant=_no_number)
 _TYPES = {
     str: "string",
     int: "integer",
@@ -260,5 +294,6 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     if origin is dict and inner[0] is str:
         return {"type": "object", "additionalProperties": _schema(inner[1], where)}
     raise InputError(
-        f"{where}: {hint} is no type that JSON has; use {', '.join(each.__name__ for each in _TYPES)}"
+        f"{where}: {hint} is no type that JSON has; "
+        f"use {', '.join(each.__name__ for each in _TYPES)}"
     )

@@ -249,6 +249,8 @@ CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
         (CALL.replace("Rome", "\\ud83d"), None, ["look"]),  # half a character
         (CALL.replace("look", "cook"), CALL.replace("look", "cook"), []),
         ("<tool_call>{not one", "<tool_call>{not one", []),
+        (CALL.removeprefix("<tool_call>").removesuffix("</tool_call>"), None, ["look"]),
+        ('<tool_call>{"name": "none"}</tool_call>', None, ["none"]),
         ("a < b, <tool", "a < b, <tool", []),
     ],
 )
@@ -278,6 +280,17 @@ def test_calls_are_found_and_what_only_looks_like_one_is_text(
     ] == called
     assert chunks[-1].finish_reason == whole.finish_reason
     assert not called or "<" not in streamed
+
+
+@pytest.mark.parametrize("written", ["", " ", None, "{}", '{"x": 1e999}', '{"x": 1, "x": 2}'])
+def test_arguments_come_back_as_they_were_sent(client: openai.OpenAI, written: Any) -> None:
+    """A client sends a model's calls back as it got them."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": written}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "b"}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "a"}, said, result]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+    assert ask(client, messages=messages, tools=tools, max_tokens=2).choices[0].message
 
 
 def test_results_of_calls_are_given_back(client: openai.OpenAI) -> None:

@@ -17,12 +17,17 @@ from typing import Any, Self
 import numpy as np
 
 from ssdevice import arguments
-from ssdevice.errors import InputError, first_line, needs_extra
+from ssdevice.errors import InputError, first_line
+from ssdevice.runtime.sampling.grammar_tokens import (
+    grammar_tokens,
+    text_tokens,
+    text_tokens_of_lark,
+    text_tokens_of_regex,
+)
 from ssdevice.runtime.sampling.noise import Scores
 from ssdevice.strict_json import parse
-from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import ChatTokenizer
-from ssdevice.text.tools import ToolStyle, functions_of
+from ssdevice.text.tools import ToolStyle, arguments_schema, functions_of
 
 JSON_SCHEMA, REGEX, LARK = KINDS = ("json_schema", "regex", "lark")
 MAX_CHARACTERS = 1 << 20
@@ -37,7 +42,6 @@ EXACT = 1 << 53
 
 Beyond this it would write others, and where only -2^63 is left, it recurses until the process dies.
 """
-EXTRA = "structure"
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python writes JSON.
 
@@ -226,24 +230,20 @@ def open_grammar(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> 
     """
     return Grammar(
         structure,
-        _compiled(structure, _tokens_of(tokenizer, vocab)).deep_copy(),
+        _compiled(structure, _tokens_of(structure, tokenizer, vocab)).deep_copy(),
         tokenizer.stop_ids,
     )
 
 
-@lru_cache(maxsize=4)
-def _tokens_of(tokenizer: ChatTokenizer, vocab: int) -> Any:
-    """llguidance's view of a tokenizer."""
-    with needs_extra(EXTRA):
-        from llguidance import LLTokenizer
-    source = tokenizer.tokenizer_json.decode("utf-8")
-    stops = list(tokenizer.stop_ids)
-    try:
-        return LLTokenizer(
-            source, n_vocab=vocab, eos_token=stops
-        )  # not that of its module for transformers
-    except ValueError as error:
-        raise InputError(f"no structures with this tokenizer: {first_line(error)}") from error
+def _tokens_of(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> Any:
+    """llguidance's view of a tokenizer in a structure."""
+    if structure.kind == REGEX:
+        text = text_tokens_of_regex(tokenizer, structure.source)
+    elif structure.kind == LARK:
+        text = text_tokens_of_lark(tokenizer, structure.source)
+    else:
+        text = text_tokens(tokenizer)
+    return grammar_tokens(tokenizer, vocab, text)
 
 
 @lru_cache(maxsize=32)
@@ -295,20 +295,25 @@ def call_structure(
         raise InputError(
             "a call cannot be required from this family: it does not write calls in JSON"
         )
-    key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"
-    rules = []
     if not tools:
         raise InputError("a call is required, but there are no tools")
-    for number, (found, parameters) in enumerate(functions_of(tools).items()):
-        # Small models invent more arguments where a schema does not say that there are none.
-        closed = {"additionalProperties": False} if "properties" in parameters else {}
-        schema = json.dumps({**closed, **parameters, "x-guidance": SPACING})
-        opening = json.dumps(f'{{"name": {json.dumps(found)}, "{key}": ')
-        rules.append(f'call{number}: {opening} values{number} "}}"\nvalues{number}: %json {schema}')
-    start = " | ".join(f"call{number}" for number in range(len(rules)))
+    key = "parameters" if style is ToolStyle.LLAMA3 else "arguments"
+    calls = []
+    rules = []
+    for number, (name, parameters) in enumerate(functions_of(tools).items()):
+        schema = json.dumps({**arguments_schema(name, parameters), "x-guidance": SPACING})
+        opening = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
+        calls.append(f"call{number}")
+        rules.append(f'call{number}: {opening} arguments{number} "}}"')
+        rules.append(f"arguments{number}: %json {schema}")
+    start = " | ".join(calls)
     if style is ToolStyle.HERMES:
-        special = {tokenizer.tokenizer.id_to_token(i) for i in special_ids(tokenizer.tokenizer)}
-        # A special token is not its text, and written without quotes.
-        first, last = (mark if mark in special else json.dumps(mark) for mark in style.value[0][:2])
-        start = f'{first} "\\n" ({start}) "\\n" {last}'
+        opening, closing = (_mark(mark, tokenizer) for mark in style.value[0][:2])
+        start = f'{opening} "\\n" ({start}) "\\n" {closing}'
     return Structure.lark("\n".join([f"start: {start}", *rules]))
+
+
+def _mark(mark: str, tokenizer: ChatTokenizer) -> str:
+    """A mark in a Lark rule: its token where it is an added one, special or not, else its text."""
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    return mark if any(token.content == mark for token in added) else json.dumps(mark)

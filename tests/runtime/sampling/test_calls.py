@@ -4,6 +4,7 @@ of its schema.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import numpy as np
@@ -85,6 +86,59 @@ def test_a_special_mark_is_its_token() -> None:
     assert parse_calls(answer_text(marked, forced), ToolStyle.HERMES)[1][0].name == "time"
 
 
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+A = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+B = {"properties": {"b": {"enum": [1, 2]}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits", "misfits"),
+    [
+        (None, "{}", ('{"a": 1}', "[]")),
+        ({}, '{"a": [1]}', ("[]", "3", "null")),
+        ({"description": "none"}, '{"a": 1}', ('"a"',)),
+        ({"properties": {"a": {"type": "string"}}}, '{"a": "x"}', ("[]", '{"b": 1}')),
+        ({**A, "type": ["object", "null"]}, '{"a": "x"}', ("null", '{"a": "x", "b": 1}')),
+        ({"$ref": "#/$defs/x", "$defs": {"x": A}}, '{"a": "x"}', ("[]", "{}")),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {}}}, '{"a": "x"}', ("[]", "1")),
+        ({**A, "allOf": [B]}, '{"a": "x", "b": 1}', ('{"a": "x"}', '{"b": 1}')),
+        ({**A, "anyOf": [B, {"type": "array"}]}, '{"a": "x", "b": 1}', ("[]", '{"a": "x"}')),
+        ({"anyOf": [A, B]}, '{"b": 1}', ("[]", "{}")),
+        ({**A, "required": ["a", "b"]}, '{"a": "x", "b": []}', ('{"a": "x"}',)),
+        ({**A, "additionalProperties": {"type": "null"}}, '{"a": "x", "b": null}', ('{"b": 1}',)),
+        ({**A, "title": "f", "$schema": DRAFT}, '{"a": "x"}', ('{"a": "x", "b": 1}',)),
+        ({"properties": {"a": {"$ref": "#"}}}, '{"a": {"a": {}}}', ('{"a": 1}', '{"a": {"b": 1}}')),
+    ],
+)
+def test_arguments_are_an_object_that_fits(
+    parameters: Any, fits: str, misfits: tuple[str, ...]
+) -> None:
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    structure = call_structure(tools, ToolStyle.LLAMA3, letters())
+
+    def accepts(values: str) -> bool:
+        grammar = open_grammar(structure, letters(), VOCAB)
+        rest = f'{{"name": "f", "parameters": {values}}}'
+        texts = {token: letters().decode([token]) for token in range(VOCAB)}
+        while rest:
+            allowed = [
+                token
+                for token, text in texts.items()
+                if text and rest.startswith(text) and grammar.allows(token)
+            ]
+            if not allowed:
+                return False
+            token = max(allowed, key=lambda token: len(texts[token]))
+            grammar.accept(token)
+            rest = rest[len(texts[token]) :]
+        scores = grammar.masked(np.zeros(VOCAB, np.float32))
+        return bool(np.isfinite(scores[letters().stop_ids[0]]))
+
+    assert accepts(fits)
+    assert not any(map(accepts, misfits))
+    assert Draft202012Validator(parameters or {}).is_valid(json.loads(fits))
+
+
 @pytest.mark.parametrize(
     ("tools", "style", "reason"),
     [
@@ -96,6 +150,11 @@ def test_a_special_mark_is_its_token() -> None:
             [{"function": {"name": "f", "parameters": 5}}],
             ToolStyle.HERMES,
             r"tools\[0\].function.parameters is int",
+        ),
+        (
+            [{"function": {"name": "f", "parameters": {"type": "string"}}}],
+            ToolStyle.HERMES,
+            "function 'f': its parameters are of type 'string', expected 'object'",
         ),
     ],
 )
