@@ -24,7 +24,7 @@ BETWEEN_S = 0.02
 time on two cores.
 """
 COMPILERS = 2
-"""Structures that are compiled at the same time: one that takes long does not hold up all others."""
+"""Structures that are compiled at the same time: one that takes long does not hold up others."""
 
 
 class Decoder:

@@ -141,7 +141,7 @@ def _schema_word(text: str) -> _Word:
     value: Any = parse(text, f"the {what}", InputError, MAX_DEPTH)
     if not isinstance(value, dict):
         return _Word("other", text)
-    return _Word("schema", text, schema=Schema(value, what))
+    return _Word("schema", text, schema=Schema(value, what, spacing={}))
 
 
 def _is_small(word: _Word) -> bool:

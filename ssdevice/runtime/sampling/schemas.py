@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
 from typing import Any
@@ -67,10 +67,14 @@ _SMALL_FORMATS = frozenset((*FORMATS, "uuid", "ipv4", "email"))
 
 @dataclass(frozen=True)
 class Schema:
-    """A JSON schema, ``value``, and the schemas in it. ``what``: its name in messages."""
+    """A JSON schema, ``value``, and the schemas in it.
+
+    ``what``: its name in messages. ``spacing``: options of llguidance that it may change.
+    """
 
     value: Mapping[str, Any]
     what: str = "JSON schema"
+    spacing: Mapping[str, Any] = field(default_factory=lambda: SPACING)
 
     def written(self) -> str:
         """The schema's text for llguidance, which takes it as it is meant.
@@ -95,7 +99,7 @@ class Schema:
         """
         for schema in self._all.values():
             least = schema.get("minProperties")
-            if not _is_number(least) or not _is_open(schema):
+            if not isinstance(least, int | float) or not _is_open(schema):
                 continue
             required = schema.get("required")
             named = len(set(filter(_is_text, required))) if isinstance(required, list) else 0
@@ -130,7 +134,7 @@ class Schema:
         levels = self._levels
         if levels is None or levels > SMALL_LEVELS:
             return False
-        if self.value.get("x-guidance", SPACING) != SPACING:
+        if self.value.get("x-guidance", SPACING) != SPACING:  # it may have expressions
             return False
         return all(
             _is_small(schema) and self._refers_within(schema) for schema in self._all.values()
@@ -232,9 +236,11 @@ class Schema:
                     )
 
     def _options(self) -> dict[str, Any]:
-        given = self.value.get("x-guidance", SPACING)
+        given = self.value.get("x-guidance", {})
         if not isinstance(given, dict):
-            raise InputError(f"the {self.what}'s x-guidance is {json.dumps(given)[:60]}, no object")
+            raise InputError(
+                f"the {self.what}'s x-guidance is {json.dumps(given)[:60]}, expected an object"
+            )
         if given.get("json_allow_general_unicode_escapes") or "u" in str(
             given.get("json_allowed_escapes") or ""
         ):
@@ -242,7 +248,7 @@ class Schema:
                 f"the {self.what}'s x-guidance allows \\u escapes, with which a key could be "
                 "written in two ways"
             )
-        options = {**SPACING, **given}
+        options = {**self.spacing, **given}
         options["json_allowed_escapes"] = given.get("json_allowed_escapes") or ESCAPES
         return options
 
@@ -320,7 +326,9 @@ def _with_pattern(schema: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     rest = {key: value for key, value in schema.items() if key != "format"}
     if "pattern" not in rest:
         return {**rest, "pattern": pattern}
-    known = rest.get("allOf", [])
+    known = rest.get("allOf")
+    if not isinstance(known, list):
+        known = []
     return {**rest, "allOf": [*known, {"pattern": pattern}]}
 
 
