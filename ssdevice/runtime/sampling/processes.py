@@ -44,13 +44,17 @@ class _Ended(Exception):
 
 
 class _Process:
-    """One process. ``grown``: bytes that it took for grammars."""
+    """One process.
+
+    ``grown``: bytes that it took for grammars. ``known``: hashes of those that it has compiled
+    lately, most of which it still has.
+    """
 
     def __init__(
         self, tokenizer_json: bytes, vocab: int, stops: list[int], allowance: Allowance
     ) -> None:
         self.allowance = allowance
-        self.known: dict[tuple[str, str], None] = {}
+        self.known: dict[int, None] = {}
         self.grown = 0
         # -P: an llguidance.py in the current folder is none of ours.
         command = [
@@ -155,12 +159,12 @@ class Processes:
 
         Raises GrammarError, and InputError where no process can be started.
         """
-        key = (kind, source)
+        key = hash((kind, source))
         while True:
             process = self._taken(key)
             fresh = not process.known
             try:
-                process.grown = process.ask("open", key)
+                process.grown = process.ask("open", (kind, source))
             except GrammarError:
                 self.settle(process)
                 raise
@@ -174,7 +178,7 @@ class Processes:
                 del process.known[next(iter(process.known))]
             return Remote(self, process)
 
-    def _taken(self, key: tuple[str, str]) -> _Process:
+    def _taken(self, key: int) -> _Process:
         """A process that nobody uses: one that has compiled this already, or the one with least to
         lose.
         """

@@ -13,6 +13,8 @@ from ssdevice.errors import InputError
 
 MAX_LEVELS = 1000
 """Of schemas within schemas, through references, and of a grammar's rules within rules."""
+MAX_WRITTEN = 1 << 22
+"""Characters: an expression is 20 times longer than a format's name."""
 MAX_MULTIPLE = 100_000
 """Of the least common multiple of all ``multipleOf``: an automaton has that many states, and takes
 0.5 s.
@@ -90,7 +92,13 @@ class Schema:
             if pattern is not None:
                 changed[id(schema)] = _with_pattern(schema, f"^(?:{pattern})$")
         value = _replaced(self.value, changed) if changed else dict(self.value)
-        return json.dumps({**value, "x-guidance": self._options()}, ensure_ascii=False)
+        text = json.dumps({**value, "x-guidance": self._options()}, ensure_ascii=False)
+        if len(text) > MAX_WRITTEN:
+            raise InputError(
+                f"the {self.what} has {len(text)} characters with its dates and times as "
+                f"expressions, at most {MAX_WRITTEN}"
+            )
+        return text
 
     def check_counts(self) -> None:
         """Raise InputError if keys of any name are counted, of which one may come twice.

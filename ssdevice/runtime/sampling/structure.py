@@ -190,7 +190,7 @@ def open_grammar(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> 
     return Grammar(structure, following, tokenizer.stop_ids)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def _read(structure: Structure) -> Source:
     """A structure as llguidance takes it. Raises InputError for what it would take wrongly."""
     if structure.kind == JSON_SCHEMA:
