@@ -5,10 +5,12 @@ the end of its process. So only those are compiled here of which it is certain t
 (``Schema.small``); others in a process of their own (``processes``).
 """
 
+import os
 from collections import OrderedDict
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from ssdevice.errors import InputError, first_line
 from ssdevice.runtime.sampling import matching
@@ -38,6 +40,7 @@ class Followers:
     """Grammars with one tokenizer."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab: int) -> None:
+        self.tokenizer = tokenizer
         self._tokenizer_json = tokenizer.tokenizer_json
         self._vocab = vocab
         self._stops = list(tokenizer.stop_ids)
@@ -74,8 +77,33 @@ class Followers:
         except ValueError as error:
             raise InputError(f"no structures with this tokenizer: {first_line(error)}") from error
 
+    def forked(self) -> None:
+        """In a child, which must not wait for a lock that no thread of its own holds."""
+        self._lock = Lock()
+
 
 @lru_cache(maxsize=4)
 def followers_of(tokenizer: ChatTokenizer, vocab: int) -> Followers:
     """Those of a model with ``vocab`` tokens, which all its answers share."""
-    return Followers(tokenizer, vocab)
+    followers = Followers(tokenizer, vocab)
+    _all.add(followers)
+    return followers
+
+
+def release(tokenizer: ChatTokenizer) -> None:
+    """End the processes that wait for answers with a tokenizer; the next answer starts another."""
+    for followers in list(_all):
+        if followers.tokenizer is tokenizer:
+            followers.processes.end_idle()
+
+
+_all: "WeakSet[Followers]" = WeakSet()
+
+
+def _forked() -> None:
+    for followers in list(_all):
+        followers.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

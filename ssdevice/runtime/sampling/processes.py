@@ -212,6 +212,13 @@ class Processes:
                 return
         process.end()
 
+    def end_idle(self) -> None:
+        """End the processes that no answer has."""
+        with self._lock:
+            ended = [*self._idle]
+            self._idle.clear()
+        _end_all(ended)
+
     def forked(self) -> None:
         """In a child, which must not talk to its parent's processes, nor wait for a lock that no
         thread of its own holds.

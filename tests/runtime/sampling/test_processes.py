@@ -16,11 +16,14 @@ import pytest
 from ssdevice.errors import InputError
 from ssdevice.runtime.sampling import followers, processes
 from ssdevice.runtime.sampling.matching import OUT_OF_MEMORY, GrammarError
+from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.processes import Allowance, Processes
 from ssdevice.runtime.sampling.schemas import MAX_LEVELS, SMALL_CHARACTERS, Schema
 from ssdevice.runtime.sampling.structure import Grammar, Structure, open_grammar
+from ssdevice.runtime.session import Session
 from ssdevice.text.tokenizer import ChatTokenizer
 from tests.runtime.sampling.letters import letters
+from tests.runtime.tiny_bundle import tiny_bundle
 
 VOCAB = letters().tokenizer.get_vocab_size()
 Link = Callable[[Any], dict[str, Any]]
@@ -204,6 +207,19 @@ def test_an_answer_that_nobody_closes_gives_its_process_back() -> None:
     open_grammar(Structure.regex("[a-f]+"), tokenizer, VOCAB)
     gc.collect()
     assert len(processes_of(tokenizer)._idle) == 1
+
+
+def test_a_session_ends_its_processes_when_it_closes() -> None:
+    sampling = Sampling(structure=Structure.regex("[a-f]+"))
+    with Session.open(tiny_bundle(choose=True)) as session:
+        session.tokenizer = fresh()
+        session.compile(sampling)
+        vocab = session.engine.geometry.vocab
+        followers_here = followers.followers_of(session.tokenizer, vocab)
+        assert len(followers_here.processes._idle) == 1
+        "".join(session.generate("n", max_tokens=3, sampling=sampling))
+        assert len(followers_here.processes._idle) == 1
+    assert not followers_here.processes._idle
 
 
 def test_a_structure_is_compiled_once_for_several_answers() -> None:
