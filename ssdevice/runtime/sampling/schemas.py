@@ -64,7 +64,7 @@ _SMALL = frozenset(
 _COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength"))
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _SMALL_NUMBER = re.compile("-?[0-9.]{1,20}")
-_SMALL_FORMATS = frozenset((*FORMATS, "uuid", "ipv4", "email"))
+_SMALL_FORMATS = (*FORMATS, "uuid", "ipv4", "email")
 
 
 @dataclass(frozen=True)
