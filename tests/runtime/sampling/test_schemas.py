@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import random
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -141,7 +142,7 @@ def test_no_way_to_write_a_key_repeats_it() -> None:
             scores[list(tokenizer.stop_ids)] += 4
             forced = list(grammar.forced)
             masked = grammar.masked(scores)
-            for token in set(range(vocab)) - set(tokenizer.stop_ids):
+            for token in set(draw.integers(vocab, size=20).tolist()) - set(tokenizer.stop_ids):
                 allowed = bool(np.isfinite(masked[token]))
                 # Of several ways to write what is certain, the mask has the tokenizer's own.
                 assert allowed == grammar.allows(token) or (forced and not allowed)
@@ -258,3 +259,110 @@ def test_times_have_sixty_seconds() -> None:
     assert matches({"type": "string", "format": "date-time"}, iter(moments)) == {
         f"2024-02-29T{text}" for text, right in TIMES.items() if right
     }
+
+
+class Drawn:
+    """Random schemas and answers."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+
+    def schema(self, depth: int) -> Any:
+        leaves: list[Any] = [
+            True,
+            {},
+            {"type": "integer", "minimum": 0, "maximum": 99},
+            {"type": "string", "maxLength": 3},
+            {"type": "string", "format": self.draw.choice(["date", "time", "uuid"])},
+            {"enum": ["a", 1, None, {"a": 1}]},
+            {"$ref": "#/$defs/a"},
+        ]
+        kind = self.draw.choice(["leaf", "object", "object", "array", "anyOf", "allOf"])
+        if depth == 0 or kind == "leaf":
+            return self.draw.choice(leaves)
+        if kind == "object":
+            return self.objects(depth)
+        if kind == "array":
+            return {
+                "type": "array",
+                "items": self.schema(depth - 1),
+                "maxItems": self.draw.randrange(4),
+            }
+        return {kind: [self.schema(depth - 1) for _ in range(2)]}
+
+    def objects(self, depth: int) -> dict[str, Any]:
+        names = self.draw.sample("abcn", self.draw.randrange(4))
+        schema: dict[str, Any] = {"type": "object"}
+        schema["properties"] = {name: self.schema(depth - 1) for name in names}
+        schema["required"] = [name for name in names if self.draw.random() < 0.5]
+        if self.draw.random() < 0.5:
+            schema["additionalProperties"] = self.draw.choice([False, True, INTEGER])
+        if self.draw.random() < 0.2:
+            schema["patternProperties"] = {"^a": self.schema(depth - 1)}
+        if self.draw.random() < 0.3:
+            schema["minProperties"] = self.draw.randrange(4)
+        return schema
+
+    def damaged(self, schema: Any) -> Any:
+        """The schema with other values where they do not belong."""
+        if isinstance(schema, list):
+            return [self.damaged(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        changed = {key: self.damaged(each) for key, each in schema.items()}
+        if self.draw.random() < 0.1:
+            changed[self.draw.choice(KEYWORDS)] = self.draw.choice(JUNK)
+        return changed
+
+    def answer(self, grammar: Grammar, tokenizer: ChatTokenizer) -> str | None:
+        """A text that the grammar allows, mostly a short one; None if it does not end soon."""
+        likely = tokenizer.encode('}]"a:,1')
+        stops = list(tokenizer.stop_ids)
+        tokens: list[int] = []
+        while len(tokens) < 120:
+            scores = np.array([self.draw.random() for _ in range(VOCAB)], np.float32)
+            scores[likely] += 0.7
+            scores[stops] += 2
+            token = int(np.argmax(grammar.masked(scores)))
+            if token in stops:
+                return tokenizer.decode(tokens)
+            tokens.append(token)
+            grammar.accept(token)
+        return None
+
+
+VOCAB = letters().tokenizer.get_vocab_size()
+LISTS = {"type": "array", "items": {"$ref": "#/$defs/a"}, "maxItems": 2}
+KEYWORDS = [
+    *("type", "properties", "required", "additionalProperties", "items", "enum", "const"),
+    *("anyOf", "allOf", "$ref", "maxItems", "minLength", "maximum", "pattern", "format"),
+    *("patternProperties", "minProperties", "prefixItems", "$defs", "multipleOf", "x-guidance"),
+]
+JUNK: list[Any] = [5, "x", None, True, [], {}, [5], ["a"], {"a": 5}, -1, 1.5, "#/a", "#/$defs/a/b"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_answers_that_end_fit_random_schemas(damaged: bool) -> None:
+    """Whatever is wrong with one is said in a line."""
+    drawn = Drawn(5)
+    ended = 0
+    for _ in range(80):
+        schema = {**drawn.objects(3), "$defs": {"a": LISTS}}
+        if damaged:
+            schema = drawn.damaged(schema)
+        try:
+            grammar = open_grammar(Structure.json_schema(schema), letters(), VOCAB)
+        except InputError as error:
+            assert "\n" not in str(error)
+            continue
+        try:
+            text = drawn.answer(grammar, letters())
+        except InputError as error:
+            assert "only keys that its object has already" in str(error)
+            continue
+        finally:
+            grammar.close()
+        if text is not None:
+            assert damaged or fits(schema, text), (schema, text)
+            ended += 1
+    assert ended > 10
