@@ -40,7 +40,11 @@ class Allowance:
 
 
 class _Ended(Exception):
-    """The process ended; its argument says why."""
+    """The process ended, and why. ``late``: because the time was over."""
+
+    def __init__(self, reason: str, late: bool) -> None:
+        super().__init__(reason)
+        self.late = late
 
 
 class _Process:
@@ -124,17 +128,21 @@ class _Process:
                 timer.cancel()
         code = process.wait()
         self.end()
-        raise _Ended(self._ending(code, monotonic() - begun))
+        raise self._ending(code, monotonic() - begun)
 
-    def _ending(self, code: int, seconds: float) -> str:
+    def _ending(self, code: int, seconds: float) -> _Ended:
         allowed = self.allowance
         if seconds >= allowed.wait:
-            return f"it takes more than the {allowed.wait:g} s that it is allowed"
+            return _Ended(f"it takes more than the {allowed.wait:g} s that it is allowed", True)
         if code == -getattr(signal, "SIGPROF", 0):
-            return f"it takes more than the {allowed.seconds:g} s of processor time allowed"
+            return _Ended(
+                f"it takes more than the {allowed.seconds:g} s of processor time allowed", True
+            )
         if code in (-signal.SIGABRT, OUT_OF_MEMORY):  # so Rust ends where memory is refused
-            return f"it takes more than the {allowed.memory >> 20} MB of memory allowed"
-        return f"it broke the process that compiles it (exit code {code})"
+            return _Ended(
+                f"it takes more than the {allowed.memory >> 20} MB of memory allowed", False
+            )
+        return _Ended(f"it broke the process that compiles it (exit code {code})", False)
 
 
 class Processes:
@@ -160,23 +168,30 @@ class Processes:
         Raises GrammarError, and InputError where no process can be started.
         """
         key = hash((kind, source))
-        while True:
-            process = self._taken(key)
-            fresh = not process.known
-            try:
-                process.grown = process.ask("open", (kind, source))
-            except GrammarError:
-                self.settle(process)
-                raise
-            except _Ended as error:
-                if fresh:
-                    raise GrammarError(str(error)) from error
-                continue  # perhaps it was what other grammars left
-            process.known.pop(key, None)
-            process.known[key] = None
-            if len(process.known) > KEPT:
-                del process.known[next(iter(process.known))]
-            return Remote(self, process)
+        process = self._taken(key)
+        try:
+            return self._opened(process, kind, source)
+        except _Ended as error:
+            if error.late or not process.known:
+                raise GrammarError(str(error)) from error
+        # Perhaps the grammars that the process had left too little memory.
+        try:
+            return self._opened(self._started(), kind, source)
+        except _Ended as error:
+            raise GrammarError(str(error)) from error
+
+    def _opened(self, process: _Process, kind: str, source: str) -> "Remote":
+        try:
+            process.grown = process.ask("open", (kind, source))
+        except GrammarError:
+            self.settle(process)
+            raise
+        key = hash((kind, source))
+        process.known.pop(key, None)
+        process.known[key] = None
+        if len(process.known) > KEPT:
+            del process.known[next(iter(process.known))]
+        return Remote(self, process)
 
     def _taken(self, key: int) -> _Process:
         """A process that nobody uses: one that has compiled this already, or the one with least to
@@ -191,6 +206,9 @@ class Processes:
                 process = min(self._idle, key=lambda each: len(each.known))
                 self._idle.remove(process)
                 return process
+        return self._started()
+
+    def _started(self) -> _Process:
         # A frozen app (PyInstaller) has no interpreter: sys.executable is the app, which would
         # start itself again.
         if getattr(sys, "frozen", False) or not sys.executable or not PROGRAM.is_file():

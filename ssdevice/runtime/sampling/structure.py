@@ -186,7 +186,11 @@ def open_grammar(structure: Structure, tokenizer: ChatTokenizer, vocab: int) -> 
     try:
         following = followers.follow(read)
     except GrammarError as error:
-        raise InputError(f"the {structure.name} cannot be used: {error}") from error
+        reason = str(error)
+        if structure.kind == REGEX:
+            # A place in the grammar that it was put into.
+            reason = re.sub(r"^at \d+\(\d+\): ", "", reason)
+        raise InputError(f"the {structure.name} cannot be used: {reason}") from error
     return Grammar(structure, following, tokenizer.stop_ids)
 
 

@@ -64,6 +64,11 @@ def token_text(token: int) -> str:
     return "" if token >= letters().tokenizer.get_vocab_size() else letters().decode([token])
 
 
+def begins(text: str, language: set[str]) -> bool:
+    """Whether a word of the language begins with the text."""
+    return any(word.startswith(text) for word in language)
+
+
 def allowed(grammar: Grammar) -> set[int]:
     scores = grammar.masked(np.zeros(VOCAB, np.float32))
     return set(np.flatnonzero(np.isfinite(scores)).tolist())
@@ -79,11 +84,11 @@ def test_a_structure_allows_what_its_language_has(name: str) -> None:
         grammar = open_grammar(structure, letters(), VOCAB)
         text = ""
         while True:
-            possible = {
-                i
-                for i in range(VOCAB)
-                if (t := token_text(i)) and any(w.startswith(text + t) for w in language)
-            }
+            possible = set()
+            for token in range(VOCAB):
+                longer = token_text(token)
+                if longer and begins(text + longer, language):
+                    possible.add(token)
             if text in language:
                 possible |= STOPS
             found = allowed(grammar)
@@ -92,7 +97,7 @@ def test_a_structure_allows_what_its_language_has(name: str) -> None:
                 must and must[0] not in STOPS
             ):  # of several ways to write what is certain, the tokenizer's own
                 assert found == {must[0]} <= possible
-                assert any(w.startswith(text + "".join(map(token_text, must))) for w in language)
+                assert begins(text + "".join(map(token_text, must)), language)
                 forced += 1
             else:
                 assert found == possible and (found == STOPS) is bool(must)

@@ -132,6 +132,26 @@ def test_a_grammar_that_takes_too_much_ends_by_itself(name: str, apart: Processe
     again.close()
 
 
+def test_what_takes_too_long_ends_one_process(apart: Processes) -> None:
+    held = [apart.open("lark", f"start: /[a-f]{{{i}}}/") for i in (1, 2)]
+    for each in held:
+        each.close()
+    with pytest.raises(GrammarError, match="processor time"):
+        apart.open(*HOSTILE["an intersection"][:2])
+    assert len(apart._idle) == 1
+
+
+def test_what_other_grammars_left_is_no_limit(
+    apart: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar for which too little memory is left is compiled in another process."""
+    for multiple in (9_973, 9_967, 9_949, 9_941, 9_931, 9_929):
+        schema = json.dumps({"type": "integer", "multipleOf": multiple})
+        monkeypatch.setattr(processes, "KEPT_BYTES", 1 << 30)
+        apart.allowance = Allowance(seconds=20, memory=1 << 24)
+        apart.open("json", schema).close()
+
+
 def test_an_answer_that_takes_too_much_ends_by_itself(apart: Processes) -> None:
     """Automata grow with the text: each state of this one is new, and large."""
     tokens = letters().encode("ab")
@@ -164,11 +184,12 @@ def test_memory_is_limited_where_the_system_sets_no_limit(
     monkeypatch.setattr(processes, "PROGRAM", changed)
     endings = []
     ending = processes._Process._ending
-    monkeypatch.setattr(
-        processes._Process,
-        "_ending",
-        lambda self, code, seconds: endings.append(code) or ending(self, code, seconds),
-    )
+
+    def noted(process: Any, code: int, seconds: float) -> Any:
+        endings.append(code)
+        return ending(process, code, seconds)
+
+    monkeypatch.setattr(processes._Process, "_ending", noted)
     with pytest.raises(GrammarError, match="64 MB of memory"):
         apart.open(*HOSTILE["optional characters"][:2])
     assert endings == [OUT_OF_MEMORY]
