@@ -10,7 +10,7 @@ from typing import Any
 
 from ssdevice.errors import ConfigError, InputError, SSDeviceError
 
-_STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 
 def utf8(
@@ -50,7 +50,7 @@ def parse(
         text = utf8(data, where, error, "utf-8") if isinstance(data, bytes) else data
         if depth is not None:  # checked before parsing, because the parser recurses
             level = 0
-            for found in _STRINGS_AND_BRACKETS.finditer(text):
+            for found in STRINGS_AND_BRACKETS.finditer(text):
                 level += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
                 if level > depth:
                     raise error(f"{where}: nested deeper than {depth} levels")

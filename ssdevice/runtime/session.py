@@ -26,6 +26,7 @@ from ssdevice.runtime.loop import (
 from ssdevice.runtime.opened import OpenBundle, in_worker
 from ssdevice.runtime.request import Request, Turn
 from ssdevice.runtime.sampling.choice import Chooser
+from ssdevice.runtime.sampling.followers import release
 from ssdevice.runtime.sampling.options import Sampling
 from ssdevice.runtime.sampling.structure import open_grammar
 from ssdevice.text.messages import ASSISTANT, ERROR, Chat, fitting, requested
@@ -65,6 +66,11 @@ class Session(OpenBundle):
         if self._last is None:
             raise InputError("nothing has been generated yet")
         return self._last
+
+    def close(self) -> None:
+        """Release the target's memory, and end the processes of structures."""
+        super().close()
+        release(self.tokenizer)
 
     def generate(
         self,
@@ -160,6 +166,17 @@ class Session(OpenBundle):
         """
         recommended = self._bundle.manifest.sampling if self._bundle is not None else None
         return Sampling.sampled(recommended, **asked)
+
+    def compile(self, sampling: Sampling | None) -> None:
+        """Compile the structure of ``sampling`` now, so that its next answer need not wait for it.
+
+        Any thread may call this. Raises InputError for a structure that cannot be used.
+        """
+        if sampling is None or sampling.structure is None:
+            return
+        if VERIFY_PLAIN in self.engine.functions:
+            vocab = self.engine.geometry.vocab
+            open_grammar(sampling.structure, self.tokenizer, vocab).close()
 
     def mode(self, speculate: bool) -> str:
         """The decoding mode that fits the bundle's functions: ADAPTIVE or one of MODES."""
@@ -282,6 +299,8 @@ class Session(OpenBundle):
     def _end(self, request: Request) -> None:
         """Give an answer its reason, and the conversation what it said."""
         answer = request.answer
+        if request.chooser is not None:
+            request.chooser.close()
         if answer.reason is None:
             answer.reason = Reason.CANCELLED
         if request.turn is not None and answer.tokens and self._running is answer:

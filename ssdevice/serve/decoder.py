@@ -5,6 +5,7 @@ bounded length.
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, closing
 from time import monotonic
 
@@ -26,6 +27,8 @@ BETWEEN_S = 0.02
 """Between two pieces of a stream: sending each token by itself would take a tenth of the model's
 time on two cores.
 """
+COMPILERS = 2
+"""Structures that are compiled at the same time: one that takes long does not hold up others."""
 
 
 class Decoder:
@@ -37,6 +40,7 @@ class Decoder:
         self.most = most
         self.pending = 0
         self._turn = asyncio.Lock()
+        self._compilers = ThreadPoolExecutor(COMPILERS, "structures")
 
     async def answers(self, request: Request) -> AsyncGenerator[Generation, None]:
         """The answer as it grows: first when its first call has been made, last when it is whole.
@@ -45,7 +49,7 @@ class Decoder:
         after the current call of the model. Raises Refusal, also if the queue is full.
         """
         async with (
-            self._admitted(),
+            self._admitted(request),
             aclosing(decode(self.session, request, self.metrics)) as answers,
         ):
             async for answer in answers:
@@ -60,8 +64,11 @@ class Decoder:
             return await asyncio.wrap_future(self.session.worker.submit(call))
 
     @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        """A turn. Raises Refusal if the queue is full, and for what goes wrong in the turn."""
+    async def _admitted(self, request: Request | None = None) -> AsyncIterator[None]:
+        """A turn, when the request's structure is compiled: others are answered meanwhile.
+
+        Raises Refusal if the queue is full, and for what goes wrong before the turn or in it.
+        """
         if self.pending > self.most:
             wait = max(1, math.ceil(self.pending * self.metrics.mean_seconds))
             raise Refusal(
@@ -73,6 +80,9 @@ class Decoder:
             )
         self.pending += 1
         try:
+            if request is not None and (request.forced or request.sampling.get("structure")):
+                compiled = self._compilers.submit(_compile, self.session, request)
+                await asyncio.wrap_future(compiled)
             async with self._turn:
                 yield
         except Exception as error:
@@ -109,6 +119,10 @@ def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Gen
     finally:
         metrics.count(answer)
     yield answer
+
+
+def _compile(session: Session, request: Request) -> None:
+    session.compile(_sampling(session, request))
 
 
 def _ids(session: Session, request: Request) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -16,6 +17,7 @@ import pytest
 
 from ssdevice.runtime.session import Session
 from ssdevice.serve import guard
+from ssdevice.serve.decoder import COMPILERS
 from ssdevice.serve.guard import MAX_BODY, Guard
 from ssdevice.serve.names import LOOPBACK
 from tests.serve.serving import CHAT, USER, ask, chat, served, tiny_session
@@ -289,3 +291,75 @@ def test_metrics_count_tokens_and_steps(server: tuple[int, Guard]) -> None:
     stepped = metric(port, "stepped_tokens_total")
     assert metric(port, "tokens_per_step") == pytest.approx(stepped / steps) and stepped == 14
     assert metric(port, "decode_seconds_total") > 0 and metric(port, "answers_total") == 2
+
+
+STRUCTURED = {"response_format": {"type": "json_object"}}
+
+
+@pytest.fixture
+def compilers(opened: Session, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Semaphore]:
+    """The structures that are compiled so far, each of which then waits for a release."""
+    begun: list[Any] = []
+    gate = Semaphore(0)
+    compile_one = opened.compile
+
+    def gated(sampling: Any) -> None:
+        begun.append(sampling)
+        gate.acquire()
+        compile_one(sampling)
+
+    monkeypatch.setattr(opened, "compile", gated)
+    return begun, gate
+
+
+def test_others_are_answered_while_a_structure_is_compiled(
+    opened: Session, compilers: tuple[list[Any], Semaphore]
+) -> None:
+    begun, gate = compilers
+    with served(opened, waiting=2) as (port, _), post(port, **STRUCTURED) as waiting:
+        until(lambda: begun)
+        for _ in range(3):
+            assert ask(port, CHAT, chat(max_tokens=2))[0] == 200
+        assert metric(port, "pending_requests") == 1
+        gate.release()
+        assert waiting.recv(12) == b"HTTP/1.1 200"
+
+
+def test_requests_whose_structures_are_compiled_wait_like_others(
+    opened: Session, compilers: tuple[list[Any], Semaphore]
+) -> None:
+    """They have places in the queue, and only so many are compiled at the same time."""
+    begun, gate = compilers
+    most = COMPILERS + 1
+    with served(opened, waiting=COMPILERS) as (port, _):
+        clients = [post(port, **STRUCTURED) for _ in range(most)]
+        until(lambda: metric(port, "pending_requests") == most)
+        assert ask(port, CHAT, chat())[0] == 429
+        assert len(begun) == COMPILERS
+        clients.pop().close()  # whoever leaves gives up its place
+        until(lambda: metric(port, "pending_requests") == most - 1)
+        gate.release(most)
+        for client in clients:
+            assert client.recv(12) == b"HTTP/1.1 200"
+            client.close()
+
+
+def test_a_structure_that_takes_too_much_is_refused_and_the_server_goes_on(
+    server: tuple[int, Guard],
+) -> None:
+    port, _ = server
+    patterns = [{"pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(1, 14)]
+    definitions = {
+        f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(1500)
+    }
+    for schema, reason in (
+        ({"type": "string", "allOf": patterns}, "too much work|processor time|memory"),
+        ({"$ref": "#/$defs/a0", "$defs": {**definitions, "a1500": {}}}, "levels deep"),
+        ({"type": "string", "pattern": "(?!a)b"}, "look-around"),
+    ):
+        described = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        status, body = ask(port, CHAT, chat(response_format=described))
+        assert status == 400
+        assert re.search(reason, body["error"]["message"])
+        assert "\n" not in body["error"]["message"]
+        assert ask(port, CHAT, chat(max_tokens=2, **STRUCTURED))[0] == 200

@@ -113,6 +113,11 @@ class Chooser:
         """Whether the structure, if there is one, lets a token come next."""
         return self._grammar is None or self._grammar.allows(token)
 
+    def close(self) -> None:
+        """The answer has ended."""
+        if self._grammar is not None:
+            self._grammar.close()
+
     def __call__(self, logits: Scores) -> int:
         """The token after the text so far, which it then belongs to; ``logits [V] float32``.
 
