@@ -27,6 +27,9 @@ from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer, load_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""transformers' names of a model's chat templates; it takes the second for a conversation with tools."""
 ADDED_TOKENS_FILE = "added_tokens.json"
 SETTINGS_FILES = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
 FILES = (TOKENIZER_FILE, *SETTINGS_FILES, TEMPLATE_FILE)
@@ -81,15 +84,19 @@ def open_tokenizer(model: Path, adapter: Path | None = None) -> ChatTokenizer:
     opened = as_shipped(folder, as_transformers(folder))
     _check_options(folder, opened)
     template = opened.chat_template
+    tool_template = None
     if isinstance(template, dict):
-        if "default" not in template:
-            how = f"write the one to use to {folder / TEMPLATE_FILE}"
-            raise ConfigError(f"{folder}: several chat templates and no default; {how}")
-        template = template["default"]
+        if DEFAULT not in template:
+            raise ConfigError(
+                f"{folder}: several chat templates and no default; write the one to use to "
+                f"{folder / TEMPLATE_FILE}"
+            )
+        tool_template = template.get(TOOL_USE)
+        template = template[DEFAULT]
     stops = [*read_eos_ids(model), *([opened.eos_token_id] if opened.eos_token is not None else [])]
     content = _hidden_as_special(opened.backend_tokenizer).to_str()
     return ChatTokenizer.of_model(
-        content.encode(), folder, template, dict(opened.special_tokens_map), stops
+        content.encode(), folder, template, dict(opened.special_tokens_map), stops, tool_template
     )
 
 

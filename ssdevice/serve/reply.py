@@ -34,7 +34,7 @@ class Reply:
             **({"seed": request.sampling["seed"]} if request.samples else {}),
             **({"inexact": True} if request.sampling.get("typical_acceptance") else {}),
         }
-        self._style = request.style(tokenizer.chat.template)
+        self._style = request.style(tokenizer.chat.for_tools)
         # Special tokens are no text, but a call may begin with one: tokens are searched, not the
         # text.
         self._search = tokenizer.output(self._style.openings) if self._style is not None else None
@@ -124,9 +124,9 @@ class Reply:
         pairs = enumerate(zip(answer.tokens[start:], answer.logprobs[start:], strict=True), start)
         found = [
             {
-                **self._entry(token, each.chosen, at == 0),
+                **self._entry(token, each.chosen, at == 0 and not answer.continues),
                 "top_logprobs": [
-                    self._entry(*other, at == 0)
+                    self._entry(*other, at == 0 and not answer.continues)
                     for other in zip(each.ids, each.values, strict=True)
                 ],
             }

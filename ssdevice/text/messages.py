@@ -166,8 +166,8 @@ def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...
     """The messages of a conversation, as templates take them.
 
     ``ends``: ANSWERED or WAITING. A content is a string, or a list of text parts, which become
-    lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it. Raises InputError
-    for another form or order.
+    lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it; None and "" are
+    {}. Raises InputError for another form or order.
     """
     last = ""
     ids = set[str]()
@@ -241,13 +241,53 @@ def _calls(what: str, value: Any) -> list[Any]:
         where = f"{what}[{number}]"
         function = dict(arguments.mapping(f"{where}.function", call.get("function")))
         arguments.text(f"{where}.function.name", function.get("name"))
-        if isinstance(given := function.get("arguments", {}), str):
-            given = strict_json.parse(given, f"{where}.function.arguments", InputError)
-        function["arguments"] = arguments.mapping(f"{where}.function.arguments", given)
+        function["arguments"] = _arguments(f"{where}.function.arguments", function.get("arguments"))
         if "id" in call:
             arguments.text(f"{where}.id", call["id"])
         found.append({**call, "function": function})
     return list(_json(what, found))
+
+
+def _arguments(where: str, given: Any) -> Any:
+    """The arguments of a call: an object, or its JSON as it was written; None and "" are {}."""
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}
+    value = strict_json.parse(given, where, InputError) if isinstance(given, str) else given
+    arguments.mapping(where, value)
+    return given
+
+
+def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
+    """A message with the arguments of its calls in another form."""
+    calls = []
+    for call in message.get(CALLS, ()):
+        function = {**call["function"], "arguments": form(call["function"]["arguments"])}
+        calls.append({**call, "function": function})
+    return {**message, CALLS: calls} if calls else message
+
+
+def with_outside(message: Message, form: Callable[[Any], Any]) -> Message:
+    """A message with all that is not the template's in another form, but for arguments of calls."""
+    calls = []
+    for call in message.get(CALLS, ()):
+        function = dict(call["function"])
+        given = function.pop("arguments")
+        rest = {key: value for key, value in call.items() if key != "function"}
+        calls.append({**form(rest), "function": {**form(function), "arguments": given}})
+    changed = {
+        key: value if key in ("role", CALLS) else form(value) for key, value in message.items()
+    }
+    return {**changed, CALLS: calls} if calls else changed
+
+
+def arguments_object(given: Any) -> Any:
+    """The arguments of a call as an object; ``given``: it, or its JSON."""
+    return json.loads(given) if isinstance(given, str) else given
+
+
+def arguments_text(given: Any) -> str:
+    """The arguments of a call as JSON: as they were written, if they were given so."""
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _json(what: str, value: Any) -> Any:

@@ -127,7 +127,9 @@ def test_calls_are_taken_as_openai_sends_them_and_written_as_templates_expect_th
         "annotations": [],
         "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
     }
-    assert checked([USER, sent, CALLED[2]]) == tuple(CALLED)
+    said = checked([USER, sent, CALLED[2]])
+    assert said[1]["tool_calls"][0]["function"]["arguments"] == function["arguments"]
+    assert with_arguments(said[1], arguments_object) == CALLED[1]
     no_arguments = {**sent, "tool_calls": [{"function": {"name": "now"}}]}
     called = checked([USER, no_arguments, {"role": "tool", "content": ""}])[1]
     assert called["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
