@@ -7,12 +7,12 @@ split texts in their own way instead of reading the file; they are asked for the
 tokens only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import ConfigError, TemplateRefusal, check_no_pointer, typed_line
+from ssdevice.errors import ConfigError, InputError, TemplateRefusal, check_no_pointer, typed_line
 from ssdevice.text.chat_template import (
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -50,6 +50,31 @@ CONVERSATIONS: tuple[tuple[Message, ...], ...] = (
     ),
 )
 """Of one turn and of three, with a system message and without."""
+TOOLS: tuple[Mapping[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "probe",
+            "description": "Looks for <a word> & \"more\".",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string", "description": "What to look for."}},
+                "required": ["word"],
+            },
+        },
+    },
+)
+_CALL = {
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": "probe", "arguments": '{"word": "naïve"}'},
+}
+CALLED: tuple[Message, ...] = (
+    *PROMPT,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "a result", "tool_call_id": _CALL["id"]},
+)
+"""A conversation with a call and its result."""
 OTHER_FORMAT = "app 'base' is given prompts in the format of the adapters' own tokenizer, which is not the model's"
 
 
@@ -240,12 +265,29 @@ def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:
         for conversation in CONVERSATIONS
     ):
         return "chat templates"
+    if any(tool_ids(one, talk) != tool_ids(other, talk) for talk in (PROMPT, CALLED)):
+        return "chat templates for tools"
     return None if set(other.stop_ids) <= set(one.stop_ids) else "tokens that end answers"
 
 
-def prompt_ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
-    """The ids of a conversation before its next answer; None if the template refuses it."""
+def prompt_ids(
+    tokenizer: ChatTokenizer,
+    conversation: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int] | None:
+    """The ids of a conversation before its next answer; None if the template refuses it.
+
+    Raises InputError for tools, calls or results that the template does not read.
+    """
     try:
-        return tokenizer.chat_ids(Chat(tuple(conversation)))
+        return tokenizer.chat_ids(Chat(tuple(conversation), tuple(tools)))
     except TemplateRefusal:
+        return None
+
+
+def tool_ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
+    """The ids of a conversation with TOOLS; None if the template refuses it, or reads no tools."""
+    try:
+        return prompt_ids(tokenizer, conversation, TOOLS)
+    except InputError:
         return None

@@ -13,7 +13,7 @@ from ssdevice.errors import ConfigError, InputError
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.chat_template import ChatTemplate
 from ssdevice.text.frames import Frames
-from ssdevice.text.messages import Chat, checked, requested
+from ssdevice.text.messages import Chat, arguments_object, checked, requested, with_arguments
 from ssdevice.text.tokenizer import ChatTokenizer
 from tests.text.families import GEMMA, MORE, ONE_QUESTION, QWEN3, WHOLE, WITH_TOOLS
 from tests.text.test_tokenizer import TOKENIZERS, write_folder
