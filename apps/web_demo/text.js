@@ -30,15 +30,18 @@ export function encode(tokenizer, text) {
 
 /** Text of a growing sequence of ids, special tokens left out. Characters that span tokens appear whole. */
 export class TextStream {
-  /** @param {Tokenizer} tokenizer */
-  constructor(tokenizer) {
+  /**
+   * @param {Tokenizer} tokenizer
+   * @param {number[]} [after] the tokens of the text that the ids continue: there, tokenizers keep a first word's space
+   */
+  constructor(tokenizer, after = []) {
     this.tokenizer = tokenizer;
     this.special = new Set(
       [...tokenizer.get_added_tokens_decoder()].filter(([, token]) => token.special).map(([id]) => id),
     );
     /** @type {number[]} the last settled piece, which decides whether a word begins with a space, and what follows */
-    this.window = [];
-    this.settled = 0;
+    this.window = after.filter((id) => !this.special.has(id)).slice(-1);
+    this.settled = this.window.length;
   }
 
   /**

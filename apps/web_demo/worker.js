@@ -122,6 +122,7 @@ async function decodeAll(request) {
   const content = userContent(bundle.app(app).instruction, prompt);
   const ids = encode(tokenizer, framed(frames, [{ role: "user", content }]));
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
+  const continues = !frames.answer && !frames.first.after; // as ssdevice/text/tokenizer.py says
   /** @type {Partial<Record<Mode, number[]>>} */
   const answers = {};
   for (const mode of modes) {
@@ -133,7 +134,7 @@ async function decodeAll(request) {
     reply({ type: "begin", mode });
     /** @type {number[]} */
     const tokens = (answers[mode] = []);
-    for await (const run of answer(conversation, tokenizer, ids, { mode, maxTokens, stopIds, sampling })) {
+    for await (const run of answer(conversation, tokenizer, ids, { mode, maxTokens, stopIds, sampling, continues })) {
       tokens.push(...run.tokens);
       reply({ type: "run", mode, pieces: run.pieces, speed: run.speed });
       await breathe();

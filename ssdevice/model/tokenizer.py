@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
-"""transformers' names of a model's chat templates; it takes the second for a conversation with tools."""
+"""transformers' names of a model's templates: the second is for conversations with tools."""
 ADDED_TOKENS_FILE = "added_tokens.json"
 SETTINGS_FILES = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
 FILES = (TOKENIZER_FILE, *SETTINGS_FILES, TEMPLATE_FILE)
@@ -55,7 +55,7 @@ TOOLS: tuple[Mapping[str, Any], ...] = (
         "type": "function",
         "function": {
             "name": "probe",
-            "description": "Looks for <a word> & \"more\".",
+            "description": 'Looks for <a word> & "more".',
             "parameters": {
                 "type": "object",
                 "properties": {"word": {"type": "string", "description": "What to look for."}},

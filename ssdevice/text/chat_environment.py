@@ -26,7 +26,7 @@ MAX_REASON = 300
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks assistant text for training masks; here it only delimits a scope."""
+    """``{% generation %}`` marks assistant text for training masks; here it delimits a scope."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own attribute
 

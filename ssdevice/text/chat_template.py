@@ -72,7 +72,8 @@ class ChatFormat:
         for template in (self.template, self.tool_template):
             if template is not None and len(template) > MAX_TEMPLATE_CHARS:
                 raise ConfigError(
-                    f"the chat template has {len(template)} characters, at most {MAX_TEMPLATE_CHARS}"
+                    f"the chat template has {len(template)} characters, at most "
+                    f"{MAX_TEMPLATE_CHARS} are allowed"
                 )
         if self.template is None and not self.whole:
             raise ConfigError(

@@ -138,14 +138,18 @@ CONTENTS = (
 )
 DATES = "strftime_now"
 NO_FRAMES = (
-    "its chat template is more than texts around messages, which is all that this host can write: use the Python "
-    "runtime, or export the model with a template that only writes messages (bundles of older versions: export again)"
+    "its chat template is more than texts around messages, which is all that this host can write: "
+    "use the Python runtime, or export the model with a template that only writes messages "
+    "(bundles of older versions: export again)"
 )
 NO_CONVERSATIONS = (
-    "the chat template is more than texts around messages: hosts other than the Python runtime answer single prompts, "
-    "but hold no conversations"
+    "the chat template is more than texts around messages: hosts other than the Python runtime "
+    "answer single prompts, but hold no conversations"
 )
-NO_PROMPTS = "the chat template is more than texts around messages: only the Python runtime can write prompts with it"
+NO_PROMPTS = (
+    "the chat template is more than texts around messages: only the Python runtime can write "
+    "prompts with it"
+)
 
 
 def frames_of(

@@ -23,9 +23,36 @@ STAND_INS = [*map(chr, range(0xE000, 0xF900))]
 mark could begin.
 """
 STRUCTURE = frozenset(
-    "id index type function name description parameters properties required items enum arguments "
-    "additionalProperties anyOf object string integer number boolean array null "
-    "role content tool_calls user assistant system tool".split()
+    (
+        "id",
+        "index",
+        "type",
+        "function",
+        "name",
+        "description",
+        "parameters",
+        "properties",
+        "required",
+        "items",
+        "enum",
+        "arguments",
+        "additionalProperties",
+        "anyOf",
+        "object",
+        "string",
+        "integer",
+        "number",
+        "boolean",
+        "array",
+        "null",
+        "role",
+        "content",
+        "tool_calls",
+        "user",
+        "assistant",
+        "system",
+        "tool",
+    )
 )
 """Words with which messages and schemas are built: templates ask for them, and write no others."""
 
@@ -172,7 +199,7 @@ class _StandIns:
         return self._of[letter]
 
     def restored(self, text: str) -> str:
-        """A text with the letters themselves, also where JSON of ASCII escapes what stands for them."""
+        """A text with the letters themselves, also where JSON escapes what stands for them."""
         for letter, stand_in in self._of.items():
             text = text.replace(stand_in, letter).replace(_escape(stand_in), letter)
         return text

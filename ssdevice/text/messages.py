@@ -1,4 +1,4 @@
-"""Messages of a conversation in OpenAI's form, checked, and what a chat template is given besides."""
+"""Messages of a conversation in OpenAI's form, checked, and what else a chat template is given."""
 
 import json
 from bisect import bisect_left

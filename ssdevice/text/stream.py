@@ -239,9 +239,9 @@ class StopStrings:
             return ""
         text = self._held + piece
         visible = self._shown + [shown] * len(piece)
-        if ends := [
-            (at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0
-        ]:
+        found = [(text.find(stop), stop) for stop in self._stops]
+        ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+        if ends:
             _, keep, self.stop = min(ends)
             self._held = ""
             self._shown = []

@@ -16,17 +16,74 @@ SMALL = 2
 numbers up to this one make no difference that they do not show.
 """
 METHODS = frozenset(
-    "strip lstrip rstrip startswith endswith split rsplit replace removeprefix removesuffix "
-    "items get keys values append join".split()
+    (
+        "strip",
+        "lstrip",
+        "rstrip",
+        "startswith",
+        "endswith",
+        "split",
+        "rsplit",
+        "replace",
+        "removeprefix",
+        "removesuffix",
+        "items",
+        "get",
+        "keys",
+        "values",
+        "append",
+        "join",
+    )
 )
 """Of contents and messages. What they look for is a text of the template."""
 FILTERS = frozenset(
-    "trim string list first last length count default d safe join reverse tojson map select reject "
-    "selectattr rejectattr items replace".split()
+    (
+        "trim",
+        "string",
+        "list",
+        "first",
+        "last",
+        "length",
+        "count",
+        "default",
+        "d",
+        "safe",
+        "join",
+        "reverse",
+        "tojson",
+        "map",
+        "select",
+        "reject",
+        "selectattr",
+        "rejectattr",
+        "items",
+        "replace",
+    )
 )
 TESTS = frozenset(
-    "defined undefined none string mapping iterable sequence true false boolean equalto eq == ne "
-    "!= in sameas odd even number integer".split()
+    (
+        "defined",
+        "undefined",
+        "none",
+        "string",
+        "mapping",
+        "iterable",
+        "sequence",
+        "true",
+        "false",
+        "boolean",
+        "equalto",
+        "eq",
+        "==",
+        "ne",
+        "!=",
+        "in",
+        "sameas",
+        "odd",
+        "even",
+        "number",
+        "integer",
+    )
 )
 ORDERED = frozenset({"lt", "lteq", "gt", "gteq"})
 """Comparisons that say more of two texts than whether they are equal."""

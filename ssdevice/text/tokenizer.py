@@ -33,8 +33,8 @@ TOKENIZER_ROLE = "tokenizer"
 WRITTEN = {"role", "content"}
 """What frames write of a message."""
 NO_TEMPLATE = (
-    "the model's chat template writes no more than roles and contents, so there are no tools and no template arguments "
-    "(a bundle of an older version: export it again)"
+    "the model's chat template writes no more than roles and contents, so there are no tools and "
+    "no template arguments (a bundle of an older version: export it again)"
 )
 MAX_TOKEN_CHARS = 64
 """More than the tokens of any text have on average."""
@@ -127,7 +127,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> Self:
-        """The tokenizer of a bundle: the content of ``tokenizer.json`` and the stored chat format."""
+        """The tokenizer of a bundle: its ``tokenizer.json`` and the stored chat format."""
         return cls(load_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
 
     @property
@@ -199,9 +199,8 @@ class ChatTokenizer:
         values = {name: outside(value) for name, value in chat.template.items()}
         if chat.tools:
             values["tools"] = outside(list(chat.tools))
-        written = (
-            WRITTEN if self.chat.template else WRITTEN | {NAME}
-        )  # a template that reads it was kept
+        # A template that reads a name was kept.
+        written = WRITTEN if self.chat.template else WRITTEN | {NAME}
         if values or any(
             message["role"] == TOOL or message.keys() - written for message in messages
         ):
@@ -212,7 +211,7 @@ class ChatTokenizer:
         return self._template.render(messages, add_generation_prompt=True)
 
     def sample(self, example: Example, instruction: str | None) -> Sample:
-        """The ids of an example and of its completion, if it has one; errors as in ``prompt_ids``."""
+        """The ids of an example and of its completion, if any; errors as in ``prompt_ids``."""
         prompt = self.prompt_ids(example.prompt, instruction=instruction, system=example.system)
         answer = self.completion_ids(example.completion) if example.completion is not None else ()
         return Sample((*prompt, *answer), len(prompt))
@@ -352,7 +351,8 @@ def _closing_of(template: Frames | ChatTemplate) -> str:
     _, found, closing = text.rpartition(answer)
     if not found:
         raise ConfigError(
-            "the chat template does not write the assistant's message; it cannot be used for training"
+            "the chat template does not write the assistant's message; it cannot be used for "
+            "training"
         )
     return closing
 

@@ -256,7 +256,9 @@ WITH_TEXT_ARGUMENTS = {
 }
 """Templates that join arguments of calls to other texts, as DeepSeek's distilled models do."""
 _END = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-_EACH = "{% for m in messages %}{{ '<|' + m.role + '|>' }}MARK{{ m.content + '<|end|>' }}{% endfor %}"
+_EACH = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}MARK{{ m.content + '<|end|>' }}{% endfor %}"
+)
 _SPOKEN = _EACH + _END
 
 
@@ -282,7 +284,9 @@ HIDDEN = {
     "a cut by a filter": _SPOKEN.replace("MARK", "").replace(
         "m.content +", "m.content | truncate(8000) +"
     ),
-    "a cut of a block": "{% filter truncate(9000) %}" + _SPOKEN.replace("MARK", "") + "{% endfilter %}",
+    "a cut of a block": "{% filter truncate(9000) %}"
+    + _SPOKEN.replace("MARK", "")
+    + "{% endfilter %}",
     "a macro": "{% macro cut(t) %}{{ t[:8000] }}{% endmacro %}"
     + _SPOKEN.replace("MARK", "").replace("m.content +", "cut(m.content) +"),
     "characters": _marked("m.content | select('in', '0123456789') | list | length > 7"),

@@ -1,4 +1,4 @@
-"""Special tokens written in a conversation are text; everything else has the ids of transformers."""
+"""Special tokens written in a conversation are text; all else has the ids of transformers."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def test_special_tokens_in_contents_are_text(tmp_path: Path, kind: str) -> None:
     for content in (*WRITTEN, *written):
         talk = Chat((user(content),))
         as_tokens = chat.chat_ids(talk)
-        expected = reference.apply_chat_template(
-            list(talk.messages), add_generation_prompt=True
-        )["input_ids"]
+        expected = reference.apply_chat_template(list(talk.messages), add_generation_prompt=True)[
+            "input_ids"
+        ]
         assert as_tokens == list(expected)  # without being asked, transformers' way
         ids = chat.chat_ids(talk, as_text=True)
         assert specials(chat, as_tokens) != marks, content

@@ -25,7 +25,8 @@ TEXTS = (
     "  two  spaces,\ttabs \n and what follows; it's don't we'll\n\n\nthe end .  \n",
     "Zürich, naïve façade, e\u0301clair, ﬁne, Straße, кириллица, עברית, हिन्दी, 日本語, 한국어",
     "🙂 👩\u200d👩\u200d👧 \u00a0\u3000\u200b",
-    "def f(x):\n    return x ** 2  # squares\n\n\tif (a[i] >= 3.50 && b != 'c') { s = \"\\n\"; }\r\n",
+    "def f(x):\n    return x ** 2  # squares\n\n"
+    "\tif (a[i] >= 3.50 && b != 'c') { s = \"\\n\"; }\r\n",
     "SELECT COUNT(*) FROM table_12 WHERE price >= 1234567 AND city = 'a' ;",
     "\n",
     "",
@@ -74,7 +75,7 @@ def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
 
 
 def _prefix_conflict(folder: Path, shipped: Any) -> str | None:
-    """What is wrong if an option asks for what ``tokenizer.json`` does not do, and a class does it."""
+    """What is wrong if an option asks for what a class does and ``tokenizer.json`` does not."""
     asked = read_object(folder / TOKENIZER_CONFIG_FILE).get("add_prefix_space")
     if asked is None or asked == shipped.tokenize("a")[0].startswith(SPACES):
         return None
@@ -137,7 +138,10 @@ def _first_difference(
         text = stream.push(ids) + stream.flush()
         its = reference.text(ids)
         if text != its:
-            return f"the ids of {_shown(case)} are shown as {text[:80]!r}, with transformers as {its[:80]!r}"
+            return (
+                f"the ids of {_shown(case)} are shown as {text[:80]!r}, with transformers as "
+                f"{its[:80]!r}"
+            )
     return None
 
 
@@ -156,13 +160,17 @@ def _tool_difference(bundled: ChatTokenizer, reference: _Reference) -> str | Non
     ids = tool_ids(bundled, CALLED)
     objects = [with_arguments(message, arguments_object) for message in CALLED]
     expected = reference.ids(objects, TOOLS)
-    silent = [{key: said[key] for key in said if key != CALLS} for said in CALLED]
+    silent = list(map(_without_calls, CALLED))
     if ids is None and expected == reference.ids(silent, TOOLS):
         return None
     as_texts = reference.ids(CALLED, TOOLS)
     if ids not in (expected, as_texts):
         return _differing("a prompt with a call and its result", ids, expected or as_texts)
     return None
+
+
+def _without_calls(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != CALLS}
 
 
 def _differing(what: str, ids: Ids, expected: Ids) -> str:
