@@ -187,9 +187,7 @@ class Session(OpenBundle):
         and for answers with a structure, which counts every space.
         """
         ids = arguments.wholes("prompt", prompt)
-        return self._runs(
-            self._checked(ids, max_tokens, stop, mode, sampling, continues=continues)
-        )
+        return self._runs(self._checked(ids, max_tokens, stop, mode, sampling, continues=continues))
 
     def growing(
         self,

@@ -97,7 +97,7 @@ class Marks:
         ``render``: gets a function, which it applies to every value that is not the template's.
         Raises InputError if the tokenizer cannot read special tokens as text.
         """
-        touching = []
+        touching: list[str] = []
 
         def watched(value: Any) -> Any:
             touching.extend(text for text in _texts(value) if self._places(text))
@@ -139,7 +139,7 @@ class Marks:
             return True
         if self._normalize is None:
             return False
-        return self._normalize(written).strip() == self._normalize(name).strip()
+        return bool(self._normalize(written).strip() == self._normalize(name).strip())
 
     def _places(self, text: str) -> set[int]:
         """Where a special token may begin in a text, if only together with what is around it."""
@@ -269,7 +269,7 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[int, str]) -> tuple[Tokenizer,
     for i, name in ids.items():
         if found.token_to_id(name) != i:
             raise InputError(
-                f"special tokens in messages cannot be read as text: token {names[i]!r} has id {i}, "
-                f"which the tokenizer gives to no token of another name"
+                f"special tokens in messages cannot be read as text: token {names[i]!r} has id "
+                f"{i}, which the tokenizer gives to no token of another name"
             )
     return found, ids

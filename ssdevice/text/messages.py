@@ -159,7 +159,7 @@ def fitting(
 
 ANSWERED = (USER, TOOL)
 WAITING = ("", SYSTEM, ASSISTANT)
-"""What a conversation ends with that the model is to answer, and one in which the user speaks next."""
+"""What a conversation ends with for the model to answer, and for the user to speak next."""
 
 
 def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...]:

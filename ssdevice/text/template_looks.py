@@ -106,7 +106,9 @@ def doubts(tree: nodes.Template) -> Iterator[Doubt]:
             reason = _doubt(node, spoken, large)
             if reason is not None:
                 yield Doubt(f"{reason} (line {node.lineno})", _only_places(expression))
-    for block in tree.find_all((nodes.FilterBlock, nodes.AssignBlock)):
+    blocks: list[nodes.FilterBlock | nodes.AssignBlock] = [*tree.find_all(nodes.FilterBlock)]
+    blocks += tree.find_all(nodes.AssignBlock)
+    for block in blocks:
         if block.filter is None or not _names(block) & spoken:
             continue
         for node in _nodes(block.filter):

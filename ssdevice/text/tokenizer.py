@@ -325,7 +325,7 @@ class ChatTokenizer:
 
     @property
     def continues(self) -> bool:
-        """Whether answers continue the text of their prompt, because no template is between them."""
+        """Whether answers continue the text of their prompt: no template is between them."""
         frames = self.chat.frames
         if self.chat.template is not None or frames is None:
             return False
