@@ -13,11 +13,12 @@ import { TextStream } from "./text.js";
  * @param {import("./conversation.js").Conversation} conversation
  * @param {import("./text.js").Tokenizer} tokenizer
  * @param {number[]} prompt
- * @param {import("./loop.js").Options} options
+ * @param {import("./loop.js").Options & {continues?: boolean}} options  `continues`: the answer goes on with the
+ *   prompt's text, since no template is between them
  * @returns {AsyncGenerator<{tokens: number[], pieces: Piece[], speed: Speed}, void>}
  */
 export async function* answer(conversation, tokenizer, prompt, options) {
-  const text = new TextStream(tokenizer);
+  const text = new TextStream(tokenizer, options.continues ? prompt : []);
   const speed = { tokens: 0, steps: 0, seconds: 0, firstToken: 0 };
   const runs = decode(conversation, prompt, options);
   for (let first = true; ; first = false) {

@@ -45,6 +45,27 @@ export function prompt(frames, messages) {
 }
 
 /**
+ * The same frames with other texts.
+ * @param {Frames} frames
+ * @param {(text: string) => string} change
+ * @returns {Frames}
+ */
+export function changed(frames, change) {
+  const around = (/** @type {Frame | null} */ frame) =>
+    frame && { ...frame, before: change(frame.before), after: change(frame.after) };
+  const { first, system, after_system, user, assistant, answer } = frames;
+  return {
+    ...frames,
+    first: { ...first, before: change(first.before), after: change(first.after) },
+    system: around(system),
+    after_system: around(after_system),
+    user: around(user),
+    assistant: around(assistant),
+    answer: change(answer),
+  };
+}
+
+/**
  * The content of a user's message: the app's instruction on a line of its own, then the prompt.
  * @param {string} instruction
  * @param {string} prompt

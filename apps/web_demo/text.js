@@ -3,6 +3,7 @@
 /** @typedef {import("@huggingface/tokenizers").Tokenizer} Tokenizer */
 
 const UNDECODED = "\ufffd";
+const OF_BYTE = /^<0x[0-9A-F]{2}>$/; // models write unknown characters with these
 const LONGEST_CHARACTER = 4; // bytes, so tokens, that one character can span
 
 /**
@@ -11,12 +12,47 @@ const LONGEST_CHARACTER = 4; // bytes, so tokens, that one character can span
  * @param {Uint8Array} bytes
  */
 export function openTokenizer(Kind, bytes) {
-  const json = JSON.parse(new TextDecoder().decode(bytes), (_, step) => {
+  return new Kind(parsed(bytes), {});
+}
+
+/** @param {Uint8Array} bytes */
+function parsed(bytes) {
+  return JSON.parse(new TextDecoder().decode(bytes), (_, step) => {
     if (step?.type !== "Digits") return step;
     const Regex = step.individual_digits ? "\\p{N}" : "\\p{N}+";
     return { type: "Split", pattern: { Regex }, behavior: "Isolated", invert: false };
   });
-  return new Kind(json, {});
+}
+
+/**
+ * The tokenizer with other names of its special tokens, which nobody can write, so that a prompt's words are text whatever
+ * they say; and `named`, which puts these names into texts of the bundle. As `ssdevice/text/marks.py` does.
+ * @param {new (json: object, config: object) => Tokenizer} Kind
+ * @param {Uint8Array} bytes
+ */
+export function openForWords(Kind, bytes) {
+  const json = parsed(bytes);
+  const secret = Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16)).join("");
+  /** @type {{id: number, content: string, special: boolean}[]} */
+  const added = json.added_tokens;
+  const special = added.filter(({ content, special }) => special && content && !OF_BYTE.test(content));
+  const names = new Map(special.map(({ id, content }) => [content, `q${secret}x${id}q`]));
+  const name = (/** @type {string} */ piece) => names.get(piece) ?? piece;
+  for (const token of special) token.content = name(token.content);
+  json.added_tokens = added.filter(({ content }) => !OF_BYTE.test(content));
+  // Pieces and merges, too: some would join the old names from letters.
+  const { model } = json;
+  if (Array.isArray(model.vocab)) model.vocab = model.vocab.map((/** @type {[string, number]} */ [piece, score]) => [name(piece), score]);
+  else model.vocab = Object.fromEntries(Object.entries(model.vocab).map(([piece, id]) => [name(piece), id]));
+  if (model.unk_token) model.unk_token = name(model.unk_token);
+  model.merges = model.merges?.filter((/** @type {string | [string, string]} */ merge) => {
+    const [left, right] = typeof merge === "string" ? merge.split(" ") : merge;
+    return ![left, right, left + right].some((piece) => names.has(piece));
+  });
+  const longest = [...names.keys()].sort((one, other) => other.length - one.length);
+  const escaped = longest.map((text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  const written = names.size ? new RegExp(escaped.join("|"), "g") : /(?!)/g;
+  return { tokenizer: new Kind(json, {}), named: (/** @type {string} */ text) => text.replace(written, name) };
 }
 
 /**
@@ -30,15 +66,18 @@ export function encode(tokenizer, text) {
 
 /** Text of a growing sequence of ids, special tokens left out. Characters that span tokens appear whole. */
 export class TextStream {
-  /** @param {Tokenizer} tokenizer */
-  constructor(tokenizer) {
+  /**
+   * @param {Tokenizer} tokenizer
+   * @param {number[]} [after] the tokens of the text that the ids continue: there, tokenizers keep a first word's space
+   */
+  constructor(tokenizer, after = []) {
     this.tokenizer = tokenizer;
     this.special = new Set(
       [...tokenizer.get_added_tokens_decoder()].filter(([, token]) => token.special).map(([id]) => id),
     );
     /** @type {number[]} the last settled piece, which decides whether a word begins with a space, and what follows */
-    this.window = [];
-    this.settled = 0;
+    this.window = after.filter((id) => !this.special.has(id)).slice(-1);
+    this.settled = this.window.length;
   }
 
   /**

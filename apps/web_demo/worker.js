@@ -3,10 +3,10 @@
 import { answer } from "./answer.js";
 import { Bundle, BundleError, MANIFEST } from "./bundle.js";
 import { Engine } from "./conversation.js";
-import { prompt as framed, userContent } from "./frames.js";
+import { changed, prompt as framed, userContent } from "./frames.js";
 import * as ort from "./runtime/ort.wasm.bundle.min.mjs";
 import { Tokenizer } from "./runtime/tokenizers.min.mjs";
-import { encode, openTokenizer } from "./text.js";
+import { encode, openForWords } from "./text.js";
 
 /**
  * @typedef {{app: string, prompt: string, maxTokens: number, modes: Mode[], temperature?: number, seed?: string}} Request
@@ -87,7 +87,7 @@ async function open() {
   ort.env.wasm.numThreads = crossOriginIsolated ? Math.min(MOST_THREADS, navigator.hardwareConcurrency) : 1;
   const bundle = await Bundle.open(source);
   await forgetOthers(bundle);
-  const tokenizer = openTokenizer(Tokenizer, await bundle.read("tokenizer"));
+  const { tokenizer, named } = openForWords(Tokenizer, await bundle.read("tokenizer"));
   const { frames } = bundle.manifest.chat;
   if (!frames) throw new BundleError("no prompt frames: the bundle is of an older version, or its chat template needs jinja2");
   const { model, precision, apps, default_app: app } = bundle.manifest;
@@ -100,7 +100,7 @@ async function open() {
     apps: apps.map(({ name }) => name),
     app,
   });
-  return { bundle, engine, frames, tokenizer };
+  return { bundle, engine, frames: changed(frames, named), tokenizer, named };
 }
 
 /** @type {Request | null} what is to be decoded; null: nothing, or nothing more */
@@ -116,12 +116,13 @@ const breathe = () =>
 /** @param {Request} request */
 async function decodeAll(request) {
   const { app, prompt, maxTokens, modes, temperature = 0, seed = "0" } = request;
-  const { bundle, engine, frames, tokenizer } = await opened;
+  const { bundle, engine, frames, tokenizer, named } = await opened;
   const sampling = temperature > 0 ? bundle.sampling({ temperature, seed: BigInt(seed) }) : undefined;
   const conversation = await engine.use(app, sampling !== undefined);
-  const content = userContent(bundle.app(app).instruction, prompt);
+  const content = userContent(named(bundle.app(app).instruction), prompt);
   const ids = encode(tokenizer, framed(frames, [{ role: "user", content }]));
   const stopIds = new Set(bundle.manifest.chat.stop_ids);
+  const continues = !frames.answer && !frames.first.after; // as ssdevice/text/tokenizer.py says
   /** @type {Partial<Record<Mode, number[]>>} */
   const answers = {};
   for (const mode of modes) {
@@ -133,7 +134,7 @@ async function decodeAll(request) {
     reply({ type: "begin", mode });
     /** @type {number[]} */
     const tokens = (answers[mode] = []);
-    for await (const run of answer(conversation, tokenizer, ids, { mode, maxTokens, stopIds, sampling })) {
+    for await (const run of answer(conversation, tokenizer, ids, { mode, maxTokens, stopIds, sampling, continues })) {
       tokens.push(...run.tokens);
       reply({ type: "run", mode, pieces: run.pieces, speed: run.speed });
       await breathe();

@@ -96,6 +96,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_special_tokens(parser: argparse.ArgumentParser) -> None:
+    what = "read special tokens that are written in messages as such, as transformers does"
+    parser.add_argument(
+        "--special-tokens", action="store_true", help=f"{what} (default: they are text)"
+    )
+
+
 def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
     """The options that ``add_engine`` declared."""
     spinning = not args.no_spinning
@@ -120,7 +127,10 @@ def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
     for note in bundle.manifest.notes:
         if note.startswith((LONGER, NOT_APPLIED)) and not args.quiet:
             print(f"ssdevice: {note}", file=sys.stderr)
-    return Session.open(bundle, app=args.app, options=engine_options(args, profile), opener=opener)
+    options = engine_options(args, profile)
+    session = Session.open(bundle, app=args.app, options=options, opener=opener)
+    session.special_tokens = getattr(args, "special_tokens", False)
+    return session
 
 
 def add_verify_at(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,13 @@ from typing import Any
 
 from ssdevice import strict_json
 from ssdevice.bundle.folder import Bundle
-from ssdevice.commands.opening import add_engine, add_verify_at, positive, refuse_ignored
+from ssdevice.commands.opening import (
+    add_engine,
+    add_special_tokens,
+    add_verify_at,
+    positive,
+    refuse_ignored,
+)
 from ssdevice.errors import InputError, reading
 from ssdevice.runtime.sampling.options import DRAWING, Sampling
 from ssdevice.runtime.sampling.structure import Structure
@@ -91,6 +97,7 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
         action="store_true",
         help="plain decoding: the same answers, token by token",
     )
+    add_special_tokens(parser)
     add_sampling(parser)
     add_verify_at(parser)
     add_engine(parser)

@@ -8,7 +8,14 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ssdevice.commands.opening import add_engine, add_signature, key_in, open_session, whole
+from ssdevice.commands.opening import (
+    add_engine,
+    add_signature,
+    add_special_tokens,
+    key_in,
+    open_session,
+    whole,
+)
 from ssdevice.errors import InputError, needs_extra
 from ssdevice.serve.names import HOSTS, LOOPBACK, listen
 
@@ -45,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue", type=whole(0, 10_000), default=WAITING, metavar="N", help=what)
     what = f"verify drafts of devices (run --verify-at), with a KV cache for each of the last N (default {DEVICES})"
     add("--verify", type=whole(1, 256), nargs="?", const=DEVICES, default=0, metavar="N", help=what)
+    add_special_tokens(parser)
     add_engine(parser)
 
 

@@ -131,6 +131,7 @@ def _comparisons(
         engine = session.engine
         tokenizer = session.tokenizer
         context = session.engine.geometry.context
+        session.special_tokens = True  # the ids of transformers
         prompts = [session.prompt_ids(prompt)[1 - context :] for prompt in PROMPTS[:limit]]
         if examples:
             _, prompts = fitting(examples, tokenizer, session.instruction, context, file=args.data)

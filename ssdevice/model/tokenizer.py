@@ -7,12 +7,12 @@ split texts in their own way instead of reading the file; they are asked for the
 tokens only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssdevice.errors import ConfigError, TemplateRefusal, check_no_pointer, typed_line
+from ssdevice.errors import ConfigError, InputError, TemplateRefusal, check_no_pointer, typed_line
 from ssdevice.text.chat_template import (
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -27,6 +27,9 @@ from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer, load_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""transformers' names of a model's templates: the second is for conversations with tools."""
 ADDED_TOKENS_FILE = "added_tokens.json"
 SETTINGS_FILES = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
 FILES = (TOKENIZER_FILE, *SETTINGS_FILES, TEMPLATE_FILE)
@@ -47,6 +50,31 @@ CONVERSATIONS: tuple[tuple[Message, ...], ...] = (
     ),
 )
 """Of one turn and of three, with a system message and without."""
+TOOLS: tuple[Mapping[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "probe",
+            "description": 'Looks for <a word> & "more".',
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string", "description": "What to look for."}},
+                "required": ["word"],
+            },
+        },
+    },
+)
+_CALL = {
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": "probe", "arguments": '{"word": "naïve"}'},
+}
+CALLED: tuple[Message, ...] = (
+    *PROMPT,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "a result", "tool_call_id": _CALL["id"]},
+)
+"""A conversation with a call and its result."""
 OTHER_FORMAT = "app 'base' is given prompts in the format of the adapters' own tokenizer, which is not the model's"
 
 
@@ -81,15 +109,19 @@ def open_tokenizer(model: Path, adapter: Path | None = None) -> ChatTokenizer:
     opened = as_shipped(folder, as_transformers(folder))
     _check_options(folder, opened)
     template = opened.chat_template
+    tool_template = None
     if isinstance(template, dict):
-        if "default" not in template:
-            how = f"write the one to use to {folder / TEMPLATE_FILE}"
-            raise ConfigError(f"{folder}: several chat templates and no default; {how}")
-        template = template["default"]
+        if DEFAULT not in template:
+            raise ConfigError(
+                f"{folder}: several chat templates and no default; write the one to use to "
+                f"{folder / TEMPLATE_FILE}"
+            )
+        tool_template = template.get(TOOL_USE)
+        template = template[DEFAULT]
     stops = [*read_eos_ids(model), *([opened.eos_token_id] if opened.eos_token is not None else [])]
     content = _hidden_as_special(opened.backend_tokenizer).to_str()
     return ChatTokenizer.of_model(
-        content.encode(), folder, template, dict(opened.special_tokens_map), stops
+        content.encode(), folder, template, dict(opened.special_tokens_map), stops, tool_template
     )
 
 
@@ -233,12 +265,29 @@ def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:
         for conversation in CONVERSATIONS
     ):
         return "chat templates"
+    if any(tool_ids(one, talk) != tool_ids(other, talk) for talk in (PROMPT, CALLED)):
+        return "chat templates for tools"
     return None if set(other.stop_ids) <= set(one.stop_ids) else "tokens that end answers"
 
 
-def prompt_ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
-    """The ids of a conversation before its next answer; None if the template refuses it."""
+def prompt_ids(
+    tokenizer: ChatTokenizer,
+    conversation: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int] | None:
+    """The ids of a conversation before its next answer; None if the template refuses it.
+
+    Raises InputError for tools, calls or results that the template does not read.
+    """
     try:
-        return tokenizer.chat_ids(Chat(tuple(conversation)))
+        return tokenizer.chat_ids(Chat(tuple(conversation), tuple(tools)))
     except TemplateRefusal:
+        return None
+
+
+def tool_ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int] | None:
+    """The ids of a conversation with TOOLS; None if the template refuses it, or reads no tools."""
+    try:
+        return prompt_ids(tokenizer, conversation, TOOLS)
+    except InputError:
         return None

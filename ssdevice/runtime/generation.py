@@ -76,6 +76,8 @@ class Generation:
     ``dropped``: the oldest turns that the conversation lost, so that it fits the context.
     ``cached_tokens``: those of the prompt that were not computed again.
     ``inexact``: typical acceptance may have changed the tokens.
+    ``continues``: the text goes on where the prompt's ends, with the space that a first word
+    would lose otherwise.
     ``alone``: tokens that no server verified, because it did not answer.
     ``thinking``: whether the prompt began a thought; only ``serve`` says so.
     """
@@ -92,6 +94,7 @@ class Generation:
     dropped: int = 0
     cached_tokens: int = 0
     inexact: bool = False
+    continues: bool = False
     alone: int = 0
     thinking: bool = False
 

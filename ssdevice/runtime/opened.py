@@ -28,6 +28,9 @@ class OpenBundle:
     """A bundle, or an engine without one, as one of its apps at a time, and a conversation with it.
 
     ``app``: the name of the app in use, empty without a bundle.
+    ``special_tokens``: whether special tokens that are written in a conversation are read as such,
+    as transformers does. Otherwise they are text, and only those of the chat template and of the
+    app's instruction are tokens.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class OpenBundle:
         self.tokenizer = tokenizer
         self.instruction = instruction
         self.app = ""
+        self.special_tokens = False
         self.phrases: Phrases | None = None
         self._bundle: Bundle | None = None
         self._options = EngineOptions()

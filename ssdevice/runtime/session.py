@@ -157,7 +157,9 @@ class Session(OpenBundle):
         return self._ids(requested(Chat(), prompt, messages, system, tools, template))
 
     def _ids(self, chat: Chat) -> list[int]:
-        return self.tokenizer.chat_ids(chat, self.instruction, self.engine.geometry.context)
+        context = self.engine.geometry.context
+        as_text = not self.special_tokens
+        return self.tokenizer.chat_ids(chat, self.instruction, context, as_text=as_text)
 
     def sampling(self, **asked: Any) -> Sampling:
         """``Sampling`` as asked for, and in all else as the model recommends.
@@ -192,13 +194,17 @@ class Session(OpenBundle):
         stop: Sequence[str] = (),
         mode: str = SPECULATIVE,
         sampling: Sampling | None = None,
+        continues: bool = False,
     ) -> Generator[Run, None, None]:
         """``generate`` call by call, with tokens and drafts.
 
-        ``prompt``: token ids. ``mode``: ADAPTIVE or one of MODES.
+        ``prompt``: token ids. ``mode``: ADAPTIVE or one of MODES. ``continues``: the prompt is a
+        text that the answer goes on with, not a conversation, which matters to tokenizers that drop
+        a text's first space. It is so without being asked for where the model has no chat template,
+        and for answers with a structure, which counts every space.
         """
         ids = arguments.wholes("prompt", prompt)
-        return self._runs(self._checked(ids, max_tokens, stop, mode, sampling))
+        return self._runs(self._checked(ids, max_tokens, stop, mode, sampling, continues=continues))
 
     def growing(
         self,
@@ -208,13 +214,14 @@ class Session(OpenBundle):
         stop: Sequence[str] = (),
         mode: str = SPECULATIVE,
         sampling: Sampling | None = None,
+        continues: bool = False,
     ) -> Generator[Generation, None, None]:
         """The answer so far, after each call; the last time it has a reason.
 
         Arguments are those of ``runs``.
         """
         ids = arguments.wholes("prompt", prompt)
-        request = self._checked(ids, max_tokens, stop, mode, sampling)
+        request = self._checked(ids, max_tokens, stop, mode, sampling, continues=continues)
 
         def answers() -> Generator[Generation, None, None]:
             with closing(self._runs(request)) as runs:
@@ -233,6 +240,7 @@ class Session(OpenBundle):
         mode: str,
         sampling: Sampling | None,
         turn: Turn | None = None,
+        continues: bool = False,
     ) -> Request:
         """A request to the app in use. Nothing changes before its answer begins."""
         max_tokens = arguments.whole("max_tokens", max_tokens, 1)
@@ -243,18 +251,21 @@ class Session(OpenBundle):
             )
         shared = self._conversation.shared(prompt) if turn is not None else 0
         check_prompt(self.engine.geometry, prompt[shared:], shared)
+        structured = sampling is not None and sampling.structure is not None
+        continues = continues or structured or self.tokenizer.continues
         return Request(
             conversation=self._conversation,
             prompt=prompt,
             max_tokens=max_tokens,
             mode=mode,
-            output=self.tokenizer.output(stop),
+            output=self.tokenizer.output(stop, after=prompt if continues else None),
             chooser=self._chooser(prompt, mode, sampling),
             turn=turn,
             answer=Generation(
                 len(prompt),
                 dropped=turn.dropped if turn is not None else 0,
                 inexact=_is_inexact(mode, sampling),
+                continues=continues,
             ),
         )
 

@@ -103,6 +103,7 @@ def decode(session: Session, request: Request, metrics: Metrics) -> Iterator[Gen
         stop=request.stop,
         mode=session.mode(speculate=True),
         sampling=_sampling(session, request),
+        continues=request.messages is None,
     )
     told = 0.0
     answer = next(answers)
@@ -141,7 +142,7 @@ def _sampling(session: Session, request: Request) -> Sampling:
     asked = {**request.sampling, "logprobs": request.logprobs}
     tokenizer = session.tokenizer
     if request.tools:
-        style = request.style(tokenizer.chat.template)
+        style = request.style(tokenizer.chat.for_tools)
         if style is None:
             raise InputError(
                 "calls cannot be read in the form that this model's chat template gives them; "

@@ -25,7 +25,7 @@ class Reply:
         self.tokenizer = tokenizer
         self.chat = request.messages is not None
         self._head = self._head_of(fingerprint)
-        self._style = request.style(tokenizer.chat.template)
+        self._style = request.style(tokenizer.chat.for_tools)
         self._watch: CallStream | None = None
         self._tokens = 0  # how many of the answer have been looked at
         self._sent = 0  # characters of its text
@@ -144,8 +144,9 @@ class Reply:
         found = []
         for at in range(start, len(answer.logprobs)):
             token = answer.tokens[at]
+            first = at == 0 and not answer.continues
             if token not in self.tokenizer.stop_ids:
-                found.append(self._entry(token, answer.logprobs[at], at == 0))
+                found.append(self._entry(token, answer.logprobs[at], first))
         if self.chat:
             return {"content": found, "refusal": None}
         texts = [each["token"] for each in found]

@@ -11,6 +11,7 @@ import json
 import sys
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
@@ -25,7 +26,7 @@ MAX_REASON = 300
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks assistant text for training masks; here it only delimits a scope."""
+    """``{% generation %}`` marks assistant text for training masks; here it delimits a scope."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own attribute
 
@@ -85,8 +86,10 @@ def _compiled(source: str) -> Template:
 
 def _read(source: str) -> dict[str, Any]:
     """``constants``: texts in expressions; ``names``: what the template is given; ``members``: what
-    it reads.
+    it reads; ``doubts``: see ``template_looks``.
     """
+    from ssdevice.text.template_looks import doubts
+
     made = environment()
     tree = made.parse(source)
     found = dict.fromkeys(
@@ -94,7 +97,12 @@ def _read(source: str) -> dict[str, Any]:
     )
     members = {node.attr for node in tree.find_all(nodes.Getattr)}
     names = meta.find_undeclared_variables(tree) - made.globals.keys()
-    return {"constants": list(found), "names": sorted(names), "members": sorted(members)}
+    return {
+        "constants": list(found),
+        "names": sorted(names),
+        "members": sorted(members),
+        "doubts": list(doubts(tree)),
+    }
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
@@ -109,16 +117,19 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
         template = _compiled(source)
         if request["conversations"] is None:
             return {**_read(source), "last": False}
-    except (
-        Exception
-    ) as error:  # what jinja2 and Python's compiler raise for damaged and for deeply nested sources
-        what = (
-            "" if isinstance(error, MemoryError) else "it is not valid jinja2: "
-        )  # constants are computed here
-        line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-        return {"invalid": what + _reason(error) + line, "last": True}
+    except Exception as error:  # jinja2 and Python's compiler raise many, also for deep nesting
+        return {"invalid": _invalid(error), "last": True}
     texts = [_rendered(template, request["names"], *given) for given in request["conversations"]]
     return {"texts": [text[:2] for text in texts], "last": any(last for *_, last in texts)}
+
+
+def _invalid(error: Exception) -> str:
+    """Why a template cannot be compiled, which computes what is constant in it."""
+    if isinstance(error, MemoryError):
+        return _reason(error)
+    if isinstance(error, TemplateSyntaxError):
+        return f"it is not valid jinja2: {_reason(error)} (line {error.lineno})"
+    return f"it is not valid jinja2: {_reason(error)}"
 
 
 def _rendered(
@@ -154,27 +165,36 @@ def main() -> None:
 
     seconds = float(sys.argv[1])
     memory = int(sys.argv[2])
+    # This program lies in the package that it imports from; the folder comes last, so that nothing
+    # in it can stand for a module of another package.
+    sys.path.append(str(Path(__file__).parents[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
-    set_timer = getattr(signal, "setitimer", lambda *_: None)
-    kind = getattr(signal, "ITIMER_PROF", 0)
-    with suppress(
-        ImportError
-    ):  # where a system has no such limits, the parent still ends what takes too long
-        import resource
-
-        for limit, most in (
-            (resource.RLIMIT_AS, memory),
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_FSIZE, 0),
-        ):
-            with suppress(OSError, ValueError):
-                resource.setrlimit(limit, (most, most))
+    _limit(memory)
+    timed = hasattr(signal, "setitimer")
     for line in sys.stdin.buffer:
-        set_timer(kind, seconds)  # ends this process, whatever it is doing
+        if timed:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, whatever it does
         answer = json.dumps(_answered(json.loads(line))).encode()
-        set_timer(kind, 0)
+        if timed:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _limit(memory: int) -> None:
+    """Where a system has no such limits, the parent still ends what takes too long."""
+    try:
+        import resource
+    except ImportError:
+        return
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+    }
+    for limit, most in limits.items():
+        with suppress(OSError, ValueError):
+            resource.setrlimit(limit, (most, most))
 
 
 if __name__ == "__main__":

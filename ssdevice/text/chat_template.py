@@ -5,7 +5,7 @@ conversation.
 import functools
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ from ssdevice.text.frames import (
     NO_CONVERSATIONS,
     NO_PROMPTS,
     Conversation,
+    Doubt,
     Frame,
     Frames,
     Message,
     Trim,
     frames_of,
 )
+from ssdevice.text.marks import Outside, as_it_is
+from ssdevice.text.messages import CALLS, arguments_object, arguments_text, with_arguments
 from ssdevice.text.renderer import Renderer
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -36,6 +39,7 @@ PLAIN_PROMPT = (
     "the model has no chat template: a prompt is given to it as it is, after an app's instruction"
 )
 PROBE = "probe"
+PROBE_ARGUMENTS = {f"{PROBE}-of-arguments": f"{PROBE}-of-a-value"}
 OWN_NAMES = ("messages", "add_generation_prompt")
 """What every template is given."""
 OF_TOOLS = {"tool_calls", "reasoning_content"}
@@ -53,7 +57,8 @@ class ChatFormat:
     ``bos_token`` and their text, for the template. ``stop_ids``: tokens that end an answer.
     ``variables``: further values for the template, such as ``{"enable_thinking": False}``.
     ``frames``: of whole conversations or, beside a template, of one question, for hosts without
-    jinja2.
+    jinja2. ``tool_template``: another template, for conversations with tools (transformers'
+    ``tool_use``); None: the one template is for all.
     """
 
     template: str | None
@@ -61,12 +66,15 @@ class ChatFormat:
     stop_ids: tuple[int, ...]
     variables: dict[str, Any] = field(default_factory=dict)
     frames: Frames | None = None
+    tool_template: str | None = None
 
     def __post_init__(self) -> None:
-        if self.template is not None and len(self.template) > MAX_TEMPLATE_CHARS:
-            raise ConfigError(
-                f"the chat template has {len(self.template)} characters, at most {MAX_TEMPLATE_CHARS}"
-            )
+        for template in (self.template, self.tool_template):
+            if template is not None and len(template) > MAX_TEMPLATE_CHARS:
+                raise ConfigError(
+                    f"the chat template has {len(template)} characters, at most "
+                    f"{MAX_TEMPLATE_CHARS} are allowed"
+                )
         if self.template is None and not self.whole:
             raise ConfigError(
                 "the chat format has no template, and no frames of whole conversations"
@@ -89,6 +97,16 @@ class ChatFormat:
         return self.frames if self.frames is not None and self.whole else ChatTemplate(self)
 
     @property
+    def for_tools(self) -> str | None:
+        """The template of conversations with tools; None if no template is kept."""
+        return self.template if self.tool_template is None else self.tool_template
+
+    @property
+    def of_tools(self) -> "ChatFormat":
+        """The format of conversations with tools: its own template, and no frames."""
+        return replace(self, template=self.for_tools, frames=None, tool_template=None)
+
+    @property
     def note(self) -> str | None:
         """What hosts cannot do that do not render templates; None if they can do all."""
         if self.whole:
@@ -102,9 +120,11 @@ class ChatFormat:
         names = json.dumps({**self.special_tokens, **self.variables}, sort_keys=True)
         frames, reads = _frames(self.template, names)
         found = replace(self, frames=frames)
-        return (
-            ChatFormat(None, {}, self.stop_ids, {}, frames) if found.whole and not reads else found
-        )
+        if not found.whole or reads:
+            return found
+        if self.tool_template is not None:
+            return replace(found, template=None)
+        return ChatFormat(None, {}, self.stop_ids, {}, frames)
 
 
 class ChatTemplate:
@@ -129,6 +149,9 @@ class ChatTemplate:
         """What it may be given besides messages and special tokens."""
         self.keys = (OF_TOOLS | {NAME}) & {*self.constants, *read["members"]}
         """What it reads of messages beyond roles and contents."""
+        self._joins: bool | None = None
+        """Whether it writes arguments of calls as Python does where it gets objects."""
+        self.doubts = [Doubt(*doubt) for doubt in read["doubts"]]
 
     def render(
         self,
@@ -136,10 +159,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         values: Mapping[str, Any] | None = None,
+        outside: Outside = as_it_is,
     ) -> str:
         """The text of a conversation; ``values``: of ``names``.
 
-        Raises TemplateRefusal, InputError for other names.
+        ``outside``: what becomes of arguments of calls before they are written (``marks``). Raises
+        TemplateRefusal, InputError for other names.
         """
         needed = {key for message in messages for key in message if key in OF_TOOLS} - self.keys
         for name in sorted(needed | ({*(values or {})} - self.names)):
@@ -147,11 +172,41 @@ class ChatTemplate:
             raise InputError(
                 f"the model's chat template does not read {name[:60]!r}; it reads {reads}"
             )
-        ((text, reason),) = self._ask([(messages, add_generation_prompt)], values)["texts"]
+        text, reason = self._written(messages, add_generation_prompt, values, outside)
         if text is None:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateRefusal(f"the chat template refuses a conversation of {roles}: {reason}")
-        return str(text)
+        return text
+
+    def _written(
+        self,
+        messages: Sequence[Message],
+        opened: bool,
+        values: Mapping[str, Any] | None,
+        outside: Outside,
+    ) -> tuple[str | None, str]:
+        """The text of a conversation, or None and why it is refused.
+
+        Most templates write the arguments of calls as JSON and take objects; some join them to
+        other texts, and take the JSON itself. Objects are given first. A template that joins them
+        either refuses, or writes them as Python does.
+        """
+
+        def given(form: Callable[[Any], Any]) -> tuple[str | None, str]:
+            said = [with_arguments(message, form) for message in messages]
+            ((text, reason),) = self._ask([(said, opened)], values)["texts"]
+            return text, reason
+
+        text, reason = given(lambda each: outside(arguments_object(each)))
+        if not any(CALLS in message for message in messages):
+            return text, reason
+        if text is not None:
+            if self._joins is None:
+                self._joins = _as_python(given(lambda _: PROBE_ARGUMENTS)[0])
+            if not self._joins:
+                return text, reason
+        joined, _ = given(lambda each: outside(arguments_text(each)))
+        return (text, reason) if joined is None else (joined, "")
 
     def render_all(self, conversations: Sequence[Conversation]) -> list[str | None]:
         """The texts of several conversations, None for those that the template refuses."""
@@ -174,13 +229,17 @@ class ChatTemplate:
         return answer
 
 
+def _as_python(text: str | None) -> bool:
+    """Whether a text has the probe's arguments as Python writes a dict, which is no JSON."""
+    return text is not None and str(PROBE_ARGUMENTS) in text
+
+
 @functools.lru_cache(maxsize=64)  # an export opens the same folder several times
 def _frames(template: str, names: str) -> tuple[Frames | None, bool]:
     """The frames of a template, and whether it reads more than they are given."""
     rendered = ChatTemplate(ChatFormat(template, {}, (), json.loads(names)))
-    return frames_of(template, rendered.constants, rendered.render_all), bool(
-        rendered.names or rendered.keys
-    )
+    frames = frames_of(template, rendered.constants, rendered.render_all, rendered.doubts)
+    return frames, bool(rendered.names or rendered.keys)
 
 
 def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
@@ -208,9 +267,9 @@ def plain_frames(tokenizer: Tokenizer, folder: Path) -> Frames:
                 assistant=Frame("", ""),
                 answer="",
             )
-    what = "no chat template, and none can be made that begins a prompt as its tokenizer does"
     raise ConfigError(
-        f"{folder}: {what}; write the model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}"
+        f"{folder}: no chat template, and none can be made that begins a prompt as its tokenizer "
+        f"does; write the model's prompt format, as jinja2, to {folder / TEMPLATE_FILE}"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from ssdevice.errors import InputError, SSDeviceError, TemplateRefusal
 
@@ -17,6 +17,16 @@ Conversation = tuple[Sequence[Message], bool]
 """Messages, and whether the opening of the next answer follows them."""
 Render = Callable[[Sequence[Conversation]], list[str | None]]
 """What a template makes of conversations; None where it refuses."""
+
+
+class Doubt(NamedTuple):
+    """A step in which a template looks at messages in a way that conversations need not show.
+
+    ``places``: whether it only looks at how many messages there are; see ``template_looks``.
+    """
+
+    reason: str
+    places: bool
 
 
 class Trim(StrEnum):
@@ -128,32 +138,45 @@ CONTENTS = (
 )
 DATES = "strftime_now"
 NO_FRAMES = (
-    "its chat template is more than texts around messages, which is all that this host can write: use the Python "
-    "runtime, or export the model with a template that only writes messages (bundles of older versions: export again)"
+    "its chat template is more than texts around messages, which is all that this host can write: "
+    "use the Python runtime, or export the model with a template that only writes messages "
+    "(bundles of older versions: export again)"
 )
 NO_CONVERSATIONS = (
-    "the chat template is more than texts around messages: hosts other than the Python runtime answer single prompts, "
-    "but hold no conversations"
+    "the chat template is more than texts around messages: hosts other than the Python runtime "
+    "answer single prompts, but hold no conversations"
 )
-NO_PROMPTS = "the chat template is more than texts around messages: only the Python runtime can write prompts with it"
+NO_PROMPTS = (
+    "the chat template is more than texts around messages: only the Python runtime can write "
+    "prompts with it"
+)
 
 
-def frames_of(template: str, constants: Sequence[str], render: Render) -> Frames | None:
+def frames_of(
+    template: str, constants: Sequence[str], render: Render, doubts: Sequence[Doubt] = ()
+) -> Frames | None:
     """The frames that give the same texts as a template, also with the texts in it (``constants``)
     as contents.
 
     They are for whole conversations, else for one question (``user`` is None); None if the template
-    looks into messages, changes them, or writes the date.
+    looks into messages, changes them, or writes the date. ``doubts``: where it looks in ways that
+    conversations need not show; only those that count messages leave frames for one question.
     """
     if DATES in template or len(constants) > MAX_CONSTANTS:
         return None
+    if not all(doubt.places for doubt in doubts):
+        return None
     frames = _derived(render)
-    for candidate in (frames, frames and replace(frames, user=None, assistant=None)):
-        if candidate is not None and all(
-            _agree(candidate, render, batch) for batch in _batches(constants, candidate)
-        ):
-            return candidate
-    return None
+    if frames is None:
+        return None
+    if not doubts and _hold(frames, constants, render):
+        return frames
+    single = replace(frames, user=None, assistant=None)
+    return single if _hold(single, constants, render) else None
+
+
+def _hold(frames: Frames, constants: Sequence[str], render: Render) -> bool:
+    return all(_agree(frames, render, batch) for batch in _batches(constants, frames))
 
 
 SYSTEM, USER, ANSWER, AGAIN = (

@@ -160,15 +160,15 @@ def fitting(
 
 ANSWERED = (USER, TOOL)
 WAITING = ("", SYSTEM, ASSISTANT)
-"""What a conversation ends with that the model is to answer, and one in which the user speaks next."""
+"""What a conversation ends with for the model to answer, and for the user to speak next."""
 
 
 def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...]:
     """The messages of a conversation, as templates take them.
 
     ``ends``: ANSWERED or WAITING. A content is a string, or a list of text parts, which become
-    lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it; None or "" is {}. Raises InputError
-    for another form or order.
+    lines. Arguments of tool calls are an object, or its JSON as OpenAI sends it; None and "" are
+    {}. Raises InputError for another form or order.
     """
     last = ""
     ids = set[str]()
@@ -249,16 +249,53 @@ def _calls(what: str, value: Any) -> list[Any]:
     return list(_json(what, found))
 
 
-def _arguments(where: str, given: Any) -> Mapping[str, Any]:
-    """The arguments of a call: an object, or its JSON, which a model wrote and clients send back as
-    it is. None, or no text, is none.
+def _arguments(where: str, given: Any) -> Any:
+    """The arguments of a call: an object, or its JSON as it was written, perhaps by a model; None
+    and "" are {}.
     """
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}
+    value = given
     if isinstance(given, str):
         try:
-            given = json_value(given) if given.strip() else None
+            value = json_value(given)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: not JSON ({error}): {given[:60]!r}") from error
-    return {} if given is None else arguments.mapping(where, given)
+    arguments.mapping(where, value)
+    return given
+
+
+def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
+    """A message with the arguments of its calls in another form."""
+    calls = []
+    for call in message.get(CALLS, ()):
+        function = {**call["function"], "arguments": form(call["function"]["arguments"])}
+        calls.append({**call, "function": function})
+    return {**message, CALLS: calls} if calls else message
+
+
+def with_outside(message: Message, form: Callable[[Any], Any]) -> Message:
+    """A message with all that is not the template's in another form, but for arguments of calls."""
+    calls = []
+    for call in message.get(CALLS, ()):
+        function = dict(call["function"])
+        given = function.pop("arguments")
+        rest = {key: value for key, value in call.items() if key != "function"}
+        calls.append({**form(rest), "function": {**form(function), "arguments": given}})
+    changed = {
+        key: value if key in ("role", CALLS) else form(value) for key, value in message.items()
+    }
+    return {**changed, CALLS: calls} if calls else changed
+
+
+def arguments_object(given: Any) -> Any:
+    """The arguments of a call as an object; ``given``: it, or its JSON."""
+    return json_value(given) if isinstance(given, str) else given
+
+
+def arguments_text(given: Any) -> str:
+    """The arguments of a call as JSON: as they were written, if they were given so."""
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _json(what: str, value: Any) -> Any:

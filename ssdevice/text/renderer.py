@@ -68,8 +68,8 @@ class Renderer:
                 timer.cancel()
             self.close()
         if ending == -getattr(signal, "SIGPROF", 0) or late:
-            why = f"{self.wait:g} s" if late else f"{self.seconds:g} s of processor time"
-            raise ConfigError(f"the chat template takes more than the {why} that it is allowed")
+            allowed = f"{self.wait:g} s" if late else f"{self.seconds:g} s of processor time"
+            raise ConfigError(f"the chat template takes more than the {allowed} that it is allowed")
         raise ConfigError(
             f"the chat template broke the process that renders it (exit code {ending})"
         )
@@ -80,9 +80,11 @@ class Renderer:
             # A frozen app (PyInstaller) has no interpreter: sys.executable is the app, which would
             # start itself again.
             if getattr(sys, "frozen", False) or not sys.executable or not PROGRAM.is_file():
-                what = "chat templates are rendered by an interpreter of Python, which this app does not have"
-                how = "export the bundle with a chat template that only puts texts around messages"
-                raise ConfigError(f"{what}: {how}")
+                raise ConfigError(
+                    "chat templates are rendered by an interpreter of Python, which this app does "
+                    "not have: export the bundle with a chat template that only puts texts around "
+                    "messages"
+                )
             # -P: a jinja2.py in the current folder is none of ours.
             command = [sys.executable, "-P", str(PROGRAM), str(self.seconds), str(self.memory)]
             window = getattr(subprocess, "CREATE_NO_WINDOW", 0)

@@ -72,11 +72,29 @@ class TokenTexts:
         ids = self.tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         return ids, len(self.decode(ids))
 
+    def following(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """Tokens after which an answer says what it says after ``prompt``, and their text.
+
+        They are the last of its tokens that are whole characters. Without any, another token stands
+        for them.
+        """
+        for end in range(len(prompt), 0, -1):
+            if self.silent(prompt[end - 1]):
+                continue
+            text = self.decode([prompt[end - 1]])
+            if text and UNDECODED not in text:
+                return [prompt[end - 1]], text
+        ids, _ = self._before
+        return ids, self.decode(ids)
+
     def said(self, token: int, first: bool) -> tuple[str, bytes]:
         """What the token says after others, or as the ``first`` of all, where some tokenizers leave
         a space out; and its bytes, which are no text alone if they are a part of a character.
         """
-        before, length = ([], 0) if first or self._bytes else self._before
+        before: list[int] = []
+        length = 0
+        if not first and not self._bytes:
+            before, length = self._before
         text = self.decode([*before, token])[length:]
         if UNDECODED not in text:
             return text, text.encode()
@@ -103,19 +121,25 @@ class TextStream:
     Only the tokens since the last piece are decoded, and the piece before them, which decides
     whether a word begins with a space. So a token costs the same however long the answer is, and a
     fraction of what the library's ``DecodeStream`` takes.
+
+    ``after``: the tokens of the text that the ids continue, such as a prompt without a template.
+    Tokenizers that drop a text's first space keep it there.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, after: Sequence[int] | None = None) -> None:
         self._texts = texts
         self.mark = texts.mark
         self._decode = texts.decode
         self._silent = texts.silent
         self._settle([], "")
+        if after is not None:
+            self._settle(*texts.following(after))
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these further ids settle, often empty."""
         if ids and len(self._ids) == self._settled:
-            pieces = [piece for i in ids if (piece := self._texts.whole(i)) is not None]
+            known = [self._texts.whole(i) for i in ids]
+            pieces = [piece for piece in known if piece is not None]
             if len(pieces) == len(ids):
                 self._settle([ids[-1]], pieces[-1])
                 return "".join(pieces)
@@ -176,11 +200,9 @@ class TextStream:
             if front + self._decode(self._ids[cut:]) == text:
                 piece = front[self._sent :]
                 self._ids = self._ids[cut:]
-                self._settled, self._sent, self._patience = (
-                    0,
-                    max(self._sent - len(front), 0),
-                    PATIENCE,
-                )
+                self._settled = 0
+                self._sent = max(self._sent - len(front), 0)
+                self._patience = PATIENCE
                 return piece
         self._patience *= 2
         return ""
@@ -217,9 +239,9 @@ class StopStrings:
             return ""
         text = self._held + piece
         visible = self._shown + [shown] * len(piece)
-        if ends := [
-            (at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0
-        ]:
+        found = [(text.find(stop), stop) for stop in self._stops]
+        ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+        if ends:
             _, keep, self.stop = min(ends)
             self._held = ""
             self._shown = []

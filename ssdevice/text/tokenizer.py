@@ -2,7 +2,8 @@
 changes again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,8 @@ from ssdevice.text.chat_template import (
     plain_frames,
 )
 from ssdevice.text.frames import Frames, Message
-from ssdevice.text.messages import TOOL, Chat
+from ssdevice.text.marks import Marks, Outside, as_it_is
+from ssdevice.text.messages import TOOL, Chat, with_outside
 from ssdevice.text.stream import StopStrings, TextOutput, TextStream, TokenTexts, special_ids
 from ssdevice.text.tokenizer_limits import check_growth, check_ids, check_sizes, tokenizer_errors
 
@@ -31,8 +33,8 @@ TOKENIZER_ROLE = "tokenizer"
 WRITTEN = {"role", "content"}
 """What frames write of a message."""
 NO_TEMPLATE = (
-    "the model's chat template writes no more than roles and contents, so there are no tools and no template arguments "
-    "(a bundle of an older version: export it again)"
+    "the model's chat template writes no more than roles and contents, so there are no tools and "
+    "no template arguments (a bundle of an older version: export it again)"
 )
 MAX_TOKEN_CHARS = 64
 """More than the tokens of any text have on average."""
@@ -59,17 +61,18 @@ def check_instruction(tokenizer: "ChatTokenizer", app: str, instruction: str, co
     context.
     """
     ids = tokenizer.prompt_ids(PROBE, instruction=instruction)
-    if len(ids) >= context:
-        what = (
-            f"the instruction of app {app!r} and the chat template"
-            if instruction
-            else "the chat template"
+    if len(ids) < context:
+        return
+    if instruction:
+        raise InputError(
+            f"the instruction of app {app!r} and the chat template take {len(ids)} tokens, which "
+            f"leaves no room for an answer in a context of {context}: export with a larger "
+            f"--context, or train the app with a shorter --instruction"
         )
-        how = "export with a larger --context, or train the app with a shorter --instruction"
-        takes = (
-            f"take {len(ids)} tokens, which leaves no room for an answer in a context of {context}"
-        )
-        raise InputError(f"{what} {takes}: {how}")
+    raise InputError(
+        f"the chat template takes {len(ids)} tokens, which leaves no room for an answer in a "
+        f"context of {context}: export with a larger --context"
+    )
 
 
 class ChatTokenizer:
@@ -78,8 +81,8 @@ class ChatTokenizer:
 
     ``chat``: the format as a bundle keeps it. ``plain``: whether prompts are used as they are, for
     want of a chat template. Special tokens written out in a prompt are read as such, as
-    transformers does. Raises ConfigError for a format without stop tokens or with a template that
-    does not work.
+    transformers does, unless ``chat_ids`` is asked for text. Raises ConfigError for a format
+    without stop tokens or with a template that does not work.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, *, plain: bool = False) -> None:
@@ -87,8 +90,10 @@ class ChatTokenizer:
         self.chat = chat
         self.plain = plain
         if not chat.stop_ids:
-            how = f"set 'eos_token_id' in generation_config.json, or 'eos_token' in {TOKENIZER_CONFIG_FILE}"
-            raise ConfigError(f"the chat format has no stop token: {how}")
+            raise ConfigError(
+                f"the chat format has no stop token: set 'eos_token_id' in generation_config.json, "
+                f"or 'eos_token' in {TOKENIZER_CONFIG_FILE}"
+            )
         self._template = chat.writer
         self.texts = TokenTexts(tokenizer)
 
@@ -100,9 +105,10 @@ class ChatTokenizer:
         template: str | None,
         special: dict[str, str],
         stops: Sequence[int],
+        tool_template: str | None = None,
     ) -> Self:
         """The tokenizer of a model in ``folder`` with its chat template (None: prompts are used as
-        they are).
+        they are), and that for conversations with tools, if it is another one.
 
         The special token that the template puts after an answer ends answers, as ``stops`` do.
         """
@@ -111,7 +117,7 @@ class ChatTokenizer:
         if template is None:
             chat = ChatFormat(None, {}, ends, {}, plain_frames(tokenizer, folder))
         else:
-            chat = ChatFormat(template, special, ends).framed()
+            chat = ChatFormat(template, special, ends, tool_template=tool_template).framed()
         # A model that was taught this template ends its answers with what the template puts there.
         if (
             end := _first_special(tokenizer, _closing_of(chat.writer))
@@ -121,7 +127,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_bytes(cls, tokenizer_json: bytes, chat: ChatFormat) -> Self:
-        """The tokenizer of a bundle: the content of ``tokenizer.json`` and the stored chat format."""
+        """The tokenizer of a bundle: its ``tokenizer.json`` and the stored chat format."""
         return cls(load_tokenizer(tokenizer_json, TOKENIZER_FILE), chat)
 
     @property
@@ -154,35 +160,58 @@ class ChatTokenizer:
         return self.chat_ids(Chat().instructed(system).asked(prompt), instruction, most)
 
     def chat_ids(
-        self, chat: Chat, instruction: str | None = None, most: int | None = None
+        self,
+        chat: Chat,
+        instruction: str | None = None,
+        most: int | None = None,
+        *,
+        as_text: bool = False,
     ) -> list[int]:
         """Ids of a conversation up to where the next answer begins; ``most`` and errors as in
         ``prompt_ids``.
 
-        Raises InputError for tools or template arguments that the template does not read.
+        ``as_text``: special tokens that are written in the conversation are text, and only those of
+        the template and of the app's ``instruction`` are tokens; see ``marks``. Raises InputError
+        for tools or template arguments that the template does not read.
         """
-        return self.encode(self.chat_text(chat, instruction), most)
+        if not as_text:
+            return self.encode(self.chat_text(chat, instruction), most)
 
-    def chat_text(self, chat: Chat, instruction: str | None = None) -> str:
-        """The text of a conversation, with an app's instruction before each message of the user."""
-        messages = list(chat.messages)
+        def render(outside: Outside) -> str:
+            text = self.chat_text(chat, instruction, outside)
+            self._check_length(text, most)
+            return text
+
+        with self._encoding():
+            return self._marks.ids(render)
+
+    def chat_text(
+        self, chat: Chat, instruction: str | None = None, outside: Outside = as_it_is
+    ) -> str:
+        """The text of a conversation, with an app's instruction before each message of the user.
+
+        ``outside``: what becomes of values that are neither the template's nor the app's.
+        """
+        messages = [with_outside(message, outside) for message in chat.messages]
         for at in chat.turns:
-            messages[at] = {
-                **messages[at],
-                "content": user_content(instruction, messages[at]["content"]),
-            }
-        values = {**chat.template, "tools": chat.tools} if chat.tools else chat.template
-        written = (
-            WRITTEN if self.chat.template else WRITTEN | {NAME}
-        )  # a template that reads it was kept
+            content = user_content(instruction, messages[at]["content"])
+            messages[at] = {**messages[at], "content": content}
+        values = {name: outside(value) for name, value in chat.template.items()}
+        if chat.tools:
+            values["tools"] = outside(list(chat.tools))
+        # A template that reads a name was kept.
+        written = WRITTEN if self.chat.template else WRITTEN | {NAME}
         if values or any(
             message["role"] == TOOL or message.keys() - written for message in messages
         ):
-            return self._full.render(messages, add_generation_prompt=True, values=values)
+            template = self._for_tools if chat.tools else self._full
+            return template.render(
+                messages, add_generation_prompt=True, values=values, outside=outside
+            )
         return self._template.render(messages, add_generation_prompt=True)
 
     def sample(self, example: Example, instruction: str | None) -> Sample:
-        """The ids of an example and of its completion, if it has one; errors as in ``prompt_ids``."""
+        """The ids of an example and of its completion, if any; errors as in ``prompt_ids``."""
         prompt = self.prompt_ids(example.prompt, instruction=instruction, system=example.system)
         answer = self.completion_ids(example.completion) if example.completion is not None else ()
         return Sample((*prompt, *answer), len(prompt))
@@ -226,9 +255,10 @@ class ChatTokenizer:
         opening, found, closing = text.rpartition(PROBE)
         end = _first_special(self.tokenizer, closing) if found else None
         if end is None:
-            what = "the chat template does not end a user's turn with a special token"
-            how = "give --data with --self-distill instead"
-            raise ConfigError(f"{what}, so the model cannot write prompts (--self-prompt); {how}")
+            raise ConfigError(
+                "the chat template does not end a user's turn with a special token, so the model "
+                "cannot write prompts (--self-prompt); give --data with --self-distill instead"
+            )
         return self.encode(opening), end
 
     @cached_property
@@ -239,6 +269,15 @@ class ChatTokenizer:
         if self.chat.template is None:
             raise InputError(NO_TEMPLATE)
         return ChatTemplate(self.chat)
+
+    @cached_property
+    def _for_tools(self) -> ChatTemplate:
+        """The template of conversations with tools."""
+        return self._full if self.chat.tool_template is None else ChatTemplate(self.chat.of_tools)
+
+    @cached_property
+    def _marks(self) -> Marks:
+        return Marks(self.tokenizer)
 
     @cached_property
     def _head(self) -> tuple[str, list[int]]:
@@ -256,12 +295,24 @@ class ChatTokenizer:
         how many tokens fit. A text that must have more raises ContextOverflowError unread: tokens
         take many times the memory of a text.
         """
+        self._check_length(text, most)
+        with self._encoding():
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def _check_length(self, text: str, most: int | None) -> None:
         if most is not None and len(text) > (most + 64) * MAX_TOKEN_CHARS:
-            what = f"the prompt has {len(text)} characters, far more than the {most} tokens of the context"
-            raise ContextOverflowError(f"{what}; shorten it")
+            raise ContextOverflowError(
+                f"the prompt has {len(text)} characters, far more than the {most} tokens of the "
+                f"context; shorten it"
+            )
+
+    @staticmethod
+    @contextmanager
+    def _encoding() -> Iterator[None]:
+        """In this context the library's errors are InputErrors."""
         with tokenizer_errors("the tokenizer cannot encode the prompt"):
             try:
-                return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+                yield
             except (UnicodeEncodeError, TypeError) as error:
                 raise InputError(
                     f"text that is not valid Unicode cannot be encoded: {error}"
@@ -272,12 +323,23 @@ class ChatTokenizer:
         with tokenizer_errors("the tokenizer cannot decode the answer"):
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self) -> TextStream:
-        return TextStream(self.texts)
+    @property
+    def continues(self) -> bool:
+        """Whether answers continue the text of their prompt: no template is between them."""
+        frames = self.chat.frames
+        if self.chat.template is not None or frames is None:
+            return False
+        return not frames.answer and not frames.first.after
 
-    def output(self, stops: Sequence[str] = ()) -> TextOutput:
-        """A new TextOutput that ends at ``stop_ids`` and at the strings ``stops``."""
-        return TextOutput(self.stream(), self.stop_ids, StopStrings(stops))
+    def stream(self, after: Sequence[int] | None = None) -> TextStream:
+        """The text of further ids; ``after``: the tokens that it continues (``TextStream``)."""
+        return TextStream(self.texts, after)
+
+    def output(self, stops: Sequence[str] = (), after: Sequence[int] | None = None) -> TextOutput:
+        """A new TextOutput that ends at ``stop_ids`` and at the strings ``stops``; ``after`` as in
+        ``stream``.
+        """
+        return TextOutput(self.stream(after), self.stop_ids, StopStrings(stops))
 
 
 def _closing_of(template: Frames | ChatTemplate) -> str:
@@ -289,7 +351,8 @@ def _closing_of(template: Frames | ChatTemplate) -> str:
     _, found, closing = text.rpartition(answer)
     if not found:
         raise ConfigError(
-            "the chat template does not write the assistant's message; it cannot be used for training"
+            "the chat template does not write the assistant's message; it cannot be used for "
+            "training"
         )
     return closing
 

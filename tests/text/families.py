@@ -242,3 +242,60 @@ TRIMS = {
 """Of the user's first message and of that after a system message, where they are not NONE."""
 NO_SYSTEM = ("gemma", "mistral")
 """Those that refuse a system message."""
+
+JOINED = """{{ bos_token }}{%- for m in messages %}
+{%- if m.role == 'assistant' and m.tool_calls %}{{- '<|assistant|>' }}
+{%- for call in m.tool_calls %}{{- call.function.name + '\\n' + call.function.arguments + ';' }}{%- endfor %}
+{{- eos_token }}
+{%- elif m.role == 'tool' %}{{- '<|user|>' + m.content }}
+{%- else %}{{- '<|' + m.role + '|>' + m.content }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+WITH_TEXT_ARGUMENTS = {
+    "joined": JOINED,
+    "printed": JOINED.replace("+ call.function.arguments +", "~ call.function.arguments ~"),
+}
+"""Templates that join arguments of calls to other texts, as DeepSeek's distilled models do."""
+_END = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+_EACH = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}MARK{{ m.content + '<|end|>' }}{% endfor %}"
+)
+_SPOKEN = _EACH + _END
+
+
+def _marked(condition: str) -> str:
+    return _SPOKEN.replace("MARK", "{% if " + condition + " %}{{ 'mark' }}{% endif %}")
+
+
+HIDDEN = {
+    "digits": _marked("m.content.isdigit()"),
+    "digits, as a variable": _marked("text.isdigit()").replace(
+        "{{ '<|' + m", "{% set text = m.content | trim %}{{ '<|' + m"
+    ),
+    "many lines": _marked("m.content.count('\\n') > 4"),
+    "words": _marked("20 < m.content.split() | length < 900"),
+    "upper case": _marked("m.content is upper"),
+    "order": _marked("m.content > 'zzzz'"),
+    "a part of a text": _marked("m.content in 'abcdefgh ijkl'"),
+    "a far place": _marked("m.content[57] == 'q'"),
+    "a far place by a variable": "{% set n = 57 %}" + _marked("m.content[n] == 'q'"),
+    "a limit in a namespace": "{% set ns = namespace(n=57) %}" + _marked("loop.index > ns.n"),
+    "a cut": _SPOKEN.replace("MARK", "").replace("m.content +", "m.content[:8000] +"),
+    "a cut by %": _SPOKEN.replace("MARK", "").replace("m.content +", "'%.8000s' % m.content +"),
+    "a cut by a filter": _SPOKEN.replace("MARK", "").replace(
+        "m.content +", "m.content | truncate(8000) +"
+    ),
+    "a cut of a block": "{% filter truncate(9000) %}"
+    + _SPOKEN.replace("MARK", "")
+    + "{% endfilter %}",
+    "a macro": "{% macro cut(t) %}{{ t[:8000] }}{% endmacro %}"
+    + _SPOKEN.replace("MARK", "").replace("m.content +", "cut(m.content) +"),
+    "characters": _marked("m.content | select('in', '0123456789') | list | length > 7"),
+}
+"""Templates that look at a content where no trial looks: they have no frames."""
+PLACES = {
+    "the last 43": _SPOKEN.replace("MARK", "").replace("in messages", "in messages[-43:]"),
+    "after 60": _marked("loop.index0 == 60"),
+    "more than 57": _marked("messages | length > 57"),
+    "every 43rd": _marked("loop.index % 43 == 0"),
+}
+"""Templates that count messages beyond what trials have: their frames are for one question."""

@@ -14,7 +14,16 @@ from ssdevice.errors import ConfigError, InputError
 from ssdevice.model.tokenizer import open_tokenizer
 from ssdevice.text.chat_template import ChatFormat, ChatTemplate
 from ssdevice.text.frames import NO_CONVERSATIONS, NO_PROMPTS, Frame, Frames, Trim
-from tests.text.families import MORE, MORE_NAMES, NO_SYSTEM, ONE_QUESTION, TRIMS, WHOLE
+from tests.text.families import (
+    HIDDEN,
+    MORE,
+    MORE_NAMES,
+    NO_SYSTEM,
+    ONE_QUESTION,
+    PLACES,
+    TRIMS,
+    WHOLE,
+)
 from tests.text.test_tokenizer import NAMED, TOKENIZERS, write_folder
 
 TEXTS = (
@@ -132,6 +141,32 @@ def test_a_template_that_changes_earlier_messages_is_kept_with_frames_for_one(
 def test_a_template_that_looks_into_messages_or_writes_dates_has_no_frames(name: str) -> None:
     chat = framed(MORE[name])
     assert (chat.template, chat.frames, chat.note) == (MORE[name], None, NO_PROMPTS)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_template_that_looks_where_no_trial_does_has_no_frames(tmp_path: Path, name: str) -> None:
+    """Found in its syntax tree, also through variables, macros and blocks."""
+    chat = framed(HIDDEN[name])
+    assert (chat.template, chat.frames, chat.note) == (HIDDEN[name], None, NO_PROMPTS)
+    render = as_jinja2(tmp_path, HIDDEN[name])
+    for content in ("42", "A" * 60 + "q", "a\n" * 9, "word " * 2000, "zzzzz", "fgh"):
+        messages = [{"role": "user", "content": content}]
+        written = chat.writer.render(messages, add_generation_prompt=True)
+        assert written == render(messages, True)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_template_that_counts_messages_has_frames_for_one_question(
+    tmp_path: Path, name: str
+) -> None:
+    chat = framed(PLACES[name])
+    assert chat.template == PLACES[name] and chat.note == NO_CONVERSATIONS
+    render = as_jinja2(tmp_path, PLACES[name])
+    roles = ("user", "assistant")
+    talk = [{"role": roles[i % 2], "content": f"word {i}"} for i in range(87)]
+    for messages in (talk[:1], talk):
+        written = chat.writer.render(messages, add_generation_prompt=True)
+        assert written == render(messages, True)
 
 
 def test_variables_of_the_export_are_in_the_frames() -> None:

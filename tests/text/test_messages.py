@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 
+from ssdevice.config import load_strict, to_json
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.model.tokenizer import open_tokenizer
-from ssdevice.text.chat_template import ChatTemplate
+from ssdevice.text.chat_template import ChatFormat, ChatTemplate
 from ssdevice.text.frames import Frames
-from ssdevice.text.messages import Chat, checked, requested
+from ssdevice.text.messages import Chat, arguments_object, checked, requested, with_arguments
 from ssdevice.text.tokenizer import ChatTokenizer
-from tests.text.families import GEMMA, MORE, ONE_QUESTION, QWEN3, WHOLE, WITH_TOOLS
+from tests.text.families import (
+    GEMMA,
+    MORE,
+    ONE_QUESTION,
+    QWEN3,
+    WHOLE,
+    WITH_TEXT_ARGUMENTS,
+    WITH_TOOLS,
+)
 from tests.text.test_tokenizer import TOKENIZERS, write_folder
 
 AutoTokenizer: Any = pytest.importorskip(
@@ -127,10 +136,46 @@ def test_calls_are_taken_as_openai_sends_them_and_written_as_templates_expect_th
         "annotations": [],
         "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
     }
-    assert checked([USER, sent, CALLED[2]]) == tuple(CALLED)
+    said = checked([USER, sent, CALLED[2]])
+    assert said[1]["tool_calls"][0]["function"]["arguments"] == function["arguments"]
+    assert with_arguments(said[1], arguments_object) == CALLED[1]
     no_arguments = {**sent, "tool_calls": [{"function": {"name": "now"}}]}
     called = checked([USER, no_arguments, {"role": "tool", "content": ""}])[1]
     assert called["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
+@pytest.mark.parametrize("text", ['{"city":  "Oslo"}', "{}", '{"city": "Z\\u00fcrich"}'])
+@pytest.mark.parametrize("template", WITH_TEXT_ARGUMENTS.values(), ids=WITH_TEXT_ARGUMENTS)
+def test_templates_that_join_arguments_get_their_text(
+    tmp_path: Path, template: str, text: str
+) -> None:
+    """As it was sent; of an object, its JSON."""
+    chat, reference = opened(tmp_path, template)
+
+    def talk(arguments: Any, content: str = "") -> list[dict[str, Any]]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return [USER, said, {"role": "tool", "content": "rain", "tool_call_id": "1"}]
+
+    for as_text in (False, True):
+        ids = chat.chat_ids(Chat(checked(talk(text))), as_text=as_text)
+        assert ids == theirs(reference, talk(text))
+    given = json.loads(text)
+    written = json.dumps(given, ensure_ascii=False)
+    assert chat.chat_ids(Chat(checked(talk(given)))) == theirs(reference, talk(written))
+
+
+def test_arguments_that_a_message_repeats_as_python_does_are_no_sign(tmp_path: Path) -> None:
+    chat, reference = opened(tmp_path, WITH_TOOLS["hermes"])
+    said = [USER, *CALLED[1:2], {**CALLED[2], "content": str(CALL["function"]["arguments"])}]  # type: ignore[index]
+    assert chat.chat_ids(Chat(checked(said))) == theirs(reference, said)
+
+
+@pytest.mark.parametrize("given", [None, "", " "])
+def test_no_arguments_are_an_empty_object(given: Any) -> None:
+    calls = [{"function": {"name": "now", "arguments": given}}]
+    said = [USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": ""}]
+    assert checked(said)[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 NAMED = """{% for m in messages %}{{ '<|im_start|>' + m.role + (m.name or '') + m.content }}<|im_end|>
@@ -182,3 +227,42 @@ def test_what_is_not_given_again_lasts() -> None:
     assert (after.tools, after.template, len(after.messages)) == ((TOOL,), {"x": 1}, 4)
     assert requested(chat, "c", None, None, (), {}).template == {}
     assert requested(chat, None, [USER], None, (), None) == Chat((USER,))
+
+
+def with_two(folder: Path, form: str, default: str) -> tuple[ChatTokenizer, Any]:
+    """A model with a template of its own for tools, in each of the forms that transformers reads."""
+    tokenizer = TOKENIZERS["byte_level"]
+    if form == "list":
+        named = [
+            {"name": "default", "template": default},
+            {"name": "tool_use", "template": WITH_TOOLS["hermes"]},
+        ]
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+        config["chat_template"] = named  # type: ignore[assignment]
+        write_folder(folder, tokenizer, None, tokenizer_config=config)
+    else:
+        write_folder(folder, tokenizer, default)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS["hermes"])
+    ours = open_tokenizer(folder)
+    stored = load_strict(ChatFormat, json.loads(json.dumps(to_json(ours.chat))), "chat")
+    return ChatTokenizer.from_bytes(ours.tokenizer_json, stored), AutoTokenizer.from_pretrained(
+        folder
+    )
+
+
+@pytest.mark.parametrize("default", ["chatml", "qwen2.5"])
+@pytest.mark.parametrize("form", ["list", "folder"])
+def test_conversations_with_tools_have_the_template_that_transformers_takes(
+    tmp_path: Path, form: str, default: str
+) -> None:
+    """Also where the other template would write tools, or is kept as frames."""
+    chat, reference = with_two(tmp_path, form, WHOLE[default])
+    for talk in {**TALKS, **CALLS}.values():
+        for as_text in (False, True):
+            ids = chat.chat_ids(Chat(checked(talk), (TOOL,)), as_text=as_text)
+            assert ids == theirs(reference, talk, tools=[TOOL])
+    for talk in TALKS.values():
+        assert chat.chat_ids(Chat(checked(talk))) == theirs(reference, talk)
+    assert chat.chat.for_tools == WITH_TOOLS["hermes"]
+    assert (chat.chat.template is None) == (default == "chatml")

@@ -584,3 +584,23 @@ def test_tokens_said_one_by_one_are_the_text(name: str, text: str) -> None:
     assert b"".join(content for _, content in said).decode() == whole
     if all(content == each.encode() for each, content in said):
         assert "".join(each for each, _ in said) == whole
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("prompt", ["the answer", "a.", "", "你", "the "])
+def test_an_answer_goes_on_where_its_prompt_ends(name: str, prompt: str) -> None:
+    """As the ids say: the text of both less that of the prompt, however the tokens arrive."""
+    tokenizer = TOKENIZERS[name]
+    texts = TokenTexts(tokenizer)
+    before = tokenizer.encode(prompt, add_special_tokens=False).ids
+    for answer in (" the answer", "the", " 🙂 the", "\n the", "."):
+        # after a line break no tokenizer puts a space that is not there
+        whole = tokenizer.encode(f"x\n{answer}", add_special_tokens=False).ids
+        start = tokenizer.encode("x\n", add_special_tokens=False).ids
+        ids = whole[len(start) :]
+        expected = tokenizer.decode([*(before or start), *ids])
+        expected = expected[len(tokenizer.decode(before or start)) :]
+        for size in (1, 2, len(ids)):
+            stream = TextStream(texts, before)
+            pieces = [stream.push(ids[at : at + size]) for at in range(0, len(ids), size)]
+            assert "".join(pieces) + stream.flush() == expected, (answer, size)

@@ -37,7 +37,7 @@ from ssdevice.text.tokenizer import ChatTokenizer
 from ssdevice.tree import Tree
 
 SAME = 1e-4
-"""Logits that differ by at most so many standard deviations of their row are the same in float32."""
+"""Logits that differ by at most so many standard deviations of their row are equal in float32."""
 JITTER = 1e-6
 TWIN = 4.0
 """Beyond that they may differ by TWIN times what a random change of JITTER of every product makes
@@ -80,24 +80,29 @@ def compare_logits(model: StreamModel, expected: Expected, whose: str) -> None:
                 ((our_logits(model, expected.tokens, first) - ours).abs().amax(-1) / size).max()
             )
             if again > SAME:
-                what = f"the same logits, computed twice, differ by {again:.2g} of their standard deviation"
                 raise ParityError(
-                    f"{whose}: {what}: torch or this machine is at fault, not the model; try again"
+                    f"{whose}: the same logits, computed twice, differ by {again:.2g} of their "
+                    f"standard deviation: torch or this machine is at fault, not the model; try "
+                    f"again"
                 )
-            what = f"the logits at token {first + row + 1} of a text of {len(expected.tokens)}"
-            how = f"by {value:.2g} of their standard deviation, allowed is {allowed:.2g}"
-            why = "ssdevice does not compute this model as transformers does"
-            raise ParityError(f"{whose}: {what} differ from those of transformers {how}: {why}")
+            raise ParityError(
+                f"{whose}: the logits at token {first + row + 1} of a text of "
+                f"{len(expected.tokens)} differ from those of transformers by {value:.2g} of their "
+                f"standard deviation, allowed is {allowed:.2g}: ssdevice does not compute this "
+                f"model as transformers does"
+            )
     if expected.chosen is None:
         return
     best, likeliest = ours.max(-1)
     short = (best - ours.gather(1, torch.tensor(expected.chosen)[:, None])[:, 0]) / size
     for row, value in enumerate(short.tolist()):
         if not value <= 2 * allowed:
-            given = f"token {expected.chosen[row]} as number {row + 1} of its answer"
-            what = f"generate(do_sample=False) of transformers gives {given}, the likeliest is {int(likeliest[row])}"
-            why = "something in the model's folder changes what generate does, and ssdevice does not know it"
-            raise ParityError(f"{whose}: {what}: {why}")
+            raise ParityError(
+                f"{whose}: generate(do_sample=False) of transformers gives token "
+                f"{expected.chosen[row]} as number {row + 1} of its answer, the likeliest is "
+                f"{int(likeliest[row])}: something in the model's folder changes what generate "
+                f"does, and ssdevice does not know it"
+            )
 
 
 @torch.no_grad()
@@ -220,7 +225,10 @@ def _expected(
     return Expected(tokens, first, logits, chosen)
 
 
-SKIPPED = "not compared with transformers (--no-cross-check): prompt ids, logits and answers may differ from its own"
+SKIPPED = (
+    "not compared with transformers (--no-cross-check): prompt ids, logits and answers may differ "
+    "from its own"
+)
 """The note in a bundle that was not compared."""
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a letter.",

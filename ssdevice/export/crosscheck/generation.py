@@ -136,7 +136,8 @@ def check_settings(tokenizer: "ChatTokenizer", folder: Path, choose: bool) -> tu
     ):
         if end is not None and end not in tokenizer.stop_ids:
             raise InputError(
-                f"{folder}: token {end} ends answers of generate() of transformers, but not the bundle's"
+                f"{folder}: token {end} ends answers of generate() of transformers, but not the "
+                f"bundle's"
             )
     return generation_notes(config, choose)
 
@@ -155,16 +156,11 @@ def model_sampling(folder: Path, vocab: int) -> ModelSampling | None:
     from ssdevice.runtime.sampling.options import Sampling
 
     config = generation_config(folder)
-    values = {
-        APPLIED[name]: value
-        for name in APPLIED
-        if (value := getattr(config, name, None)) is not None
-    }
-    values = {
-        name: value
-        for name, value in values.items()
-        if value != getattr(Sampling, name, None) and value != []
-    }
+    values = {}
+    for setting, name in APPLIED.items():
+        value = getattr(config, setting, None)
+        if value is not None and value != [] and value != getattr(Sampling, name, None):
+            values[name] = value
     try:
         asked = load_strict(
             ModelSampling, {**values, "do_sample": bool(config.do_sample)}, GENERATION_CONFIG_FILE

@@ -7,13 +7,17 @@ from typing import Any
 from ssdevice.errors import InputError
 from ssdevice.model.tokenizer import (
     ADDED_TOKENS_FILE,
+    CALLED,
     CONVERSATIONS,
+    TOOLS,
     as_shipped,
     as_transformers,
     prompt_ids,
+    tool_ids,
 )
 from ssdevice.text.chat_template import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_object
 from ssdevice.text.frames import Message
+from ssdevice.text.messages import CALLS, arguments_object, with_arguments
 from ssdevice.text.tokenizer import PROMPT, TOKENIZER_FILE, ChatTokenizer
 
 TEXTS = (
@@ -21,7 +25,8 @@ TEXTS = (
     "  two  spaces,\ttabs \n and what follows; it's don't we'll\n\n\nthe end .  \n",
     "Zürich, naïve façade, e\u0301clair, ﬁne, Straße, кириллица, עברית, हिन्दी, 日本語, 한국어",
     "🙂 👩\u200d👩\u200d👧 \u00a0\u3000\u200b",
-    "def f(x):\n    return x ** 2  # squares\n\n\tif (a[i] >= 3.50 && b != 'c') { s = \"\\n\"; }\r\n",
+    "def f(x):\n    return x ** 2  # squares\n\n"
+    "\tif (a[i] >= 3.50 && b != 'c') { s = \"\\n\"; }\r\n",
     "SELECT COUNT(*) FROM table_12 WHERE price >= 1234567 AND city = 'a' ;",
     "\n",
     "",
@@ -46,29 +51,38 @@ def compare_prompts(tokenizer: ChatTokenizer, folder: Path) -> tuple[str, ...]:
     bundled = ChatTokenizer.from_bytes(tokenizer.tokenizer_json, tokenizer.chat)
     opened = as_transformers(folder)
     cases = list(_cases(folder, opened, tokenizer.plain))
-    found = _first_difference(
-        bundled, _Reference(opened, tokenizer.plain, tokenizer.chat.variables), cases
-    )
+
+    def difference(its: Any) -> str | None:
+        reference = _Reference(its, tokenizer.plain, tokenizer.chat.variables)
+        found = _first_difference(bundled, reference, cases)
+        if found is None and not tokenizer.plain:
+            found = _tool_difference(bundled, reference)
+        return found
+
+    found = difference(opened)
     if found is None:
         return ()
-    if (shipped := as_shipped(folder, opened)) is not opened:
+    shipped = as_shipped(folder, opened)
+    if shipped is not opened:
         rebuilt = found
-        reference = _Reference(shipped, tokenizer.plain, tokenizer.chat.variables)
-        if (
-            found := _first_difference(bundled, reference, cases)
-            or _prefix_conflict(folder, shipped)
-        ) is None:
-            what = f"{type(opened).__name__} of transformers does not split texts as {TOKENIZER_FILE} says"
-            return (f"{what}: {rebuilt}",)
+        found = difference(shipped) or _prefix_conflict(folder, shipped)
+        if found is None:
+            return (
+                f"{type(opened).__name__} of transformers does not split texts as {TOKENIZER_FILE} "
+                f"says: {rebuilt}",
+            )
     raise InputError(f"{folder}: the tokenizer differs from that of transformers: {found}")
 
 
 def _prefix_conflict(folder: Path, shipped: Any) -> str | None:
-    """What is wrong if an option asks for what ``tokenizer.json`` does not do, and a class does it."""
+    """What is wrong if an option asks for what a class does and ``tokenizer.json`` does not."""
     asked = read_object(folder / TOKENIZER_CONFIG_FILE).get("add_prefix_space")
     if asked is None or asked == shipped.tokenize("a")[0].startswith(SPACES):
         return None
-    return f"'add_prefix_space' is {asked}, and {TOKENIZER_FILE} does not do so: save the tokenizer again"
+    return (
+        f"'add_prefix_space' is {asked}, and {TOKENIZER_FILE} does not do so: save the tokenizer "
+        f"again"
+    )
 
 
 class _Reference:
@@ -82,7 +96,7 @@ class _Reference:
         mask = opened("a", return_special_tokens_mask=True)["special_tokens_mask"]
         self.closing = mask[::-1].index(0) if 0 in mask else 0
 
-    def ids(self, case: Case) -> Ids:
+    def ids(self, case: Case, tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
         from jinja2 import TemplateError
 
         if isinstance(case, str):
@@ -93,7 +107,7 @@ class _Reference:
         messages = [dict(message) for message in case]
         try:
             ids = self.opened.apply_chat_template(
-                messages, add_generation_prompt=True, **self.variables
+                messages, tools=list(tools) or None, add_generation_prompt=True, **self.variables
             )["input_ids"]
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return None  # what a template's own expressions can raise
@@ -115,16 +129,52 @@ def _first_difference(
     """
     for case in cases:
         ids: Ids = bundled.encode(case) if isinstance(case, str) else prompt_ids(bundled, case)
-        if ids != (expected := reference.ids(case)):
-            return f"{_shown(case)} has the ids {_part(ids, expected)}, with transformers {_part(expected, ids)}"
+        expected = reference.ids(case)
+        if ids != expected:
+            return _differing(_shown(case), ids, expected)
         if ids is None:
             continue
         stream = bundled.stream()
         text = stream.push(ids) + stream.flush()
         its = reference.text(ids)
         if text != its:
-            return f"the ids of {_shown(case)} are shown as {text[:80]!r}, with transformers as {its[:80]!r}"
+            return (
+                f"the ids of {_shown(case)} are shown as {text[:80]!r}, with transformers as "
+                f"{its[:80]!r}"
+            )
     return None
+
+
+def _tool_difference(bundled: ChatTokenizer, reference: _Reference) -> str | None:
+    """As ``_first_difference``, for conversations with tools, and with a call and its result.
+
+    What a template does not read, transformers leaves out and we refuse: that is no difference.
+    """
+    expected = reference.ids(PROMPT, TOOLS)
+    if expected == reference.ids(PROMPT):
+        return None
+    ids = tool_ids(bundled, PROMPT)
+    if ids != expected:
+        return _differing("a prompt with tools", ids, expected)
+    # transformers writes what it is given: arguments of calls as objects, or the text of these.
+    ids = tool_ids(bundled, CALLED)
+    objects = [with_arguments(message, arguments_object) for message in CALLED]
+    expected = reference.ids(objects, TOOLS)
+    silent = list(map(_without_calls, CALLED))
+    if ids is None and expected == reference.ids(silent, TOOLS):
+        return None
+    as_texts = reference.ids(CALLED, TOOLS)
+    if ids not in (expected, as_texts):
+        return _differing("a prompt with a call and its result", ids, expected or as_texts)
+    return None
+
+
+def _without_calls(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != CALLS}
+
+
+def _differing(what: str, ids: Ids, expected: Ids) -> str:
+    return f"{what} has the ids {_part(ids, expected)}, with transformers {_part(expected, ids)}"
 
 
 def _shown(case: Case) -> str:

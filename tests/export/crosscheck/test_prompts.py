@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 
 from ssdevice.errors import ConfigError, InputError
 from ssdevice.export.crosscheck.prompts import compare_prompts, special_names
-from ssdevice.model.tokenizer import open_tokenizer
+from ssdevice.model.tokenizer import difference, open_tokenizer
 from ssdevice.text.chat_template import ChatTemplate
 from ssdevice.text.tokenizer import ChatTokenizer
-from tests.text.families import ONE_QUESTION
+from tests.text.families import ONE_QUESTION, WHOLE, WITH_TEXT_ARGUMENTS, WITH_TOOLS
 from tests.text.test_tokenizer import CHATML, NAMED, TEMPLATES, TOKENIZERS, write_folder
 
 pytest.importorskip("transformers", reason="the reference for prompts")
@@ -139,6 +139,52 @@ def test_another_template_is_named(tmp_path: Path, template: str, message: str) 
     wrong = open_tokenizer(write_folder(tmp_path / "wrong", TOKENIZERS["byte_level"], template))
     with pytest.raises(InputError, match=message):
         compare_prompts(wrong, folder)
+
+
+TOOLS_ONLY = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+"""Writes tools, and nothing of calls, as the first Granites and LFM2."""
+
+
+@pytest.mark.parametrize(
+    "template", [TOOLS_ONLY, *WITH_TOOLS.values(), *WITH_TEXT_ARGUMENTS.values()]
+)
+def test_templates_with_tools_and_calls_pass(tmp_path: Path, template: str) -> None:
+    folder = write_folder(tmp_path, TOKENIZERS["byte_level"], template)
+    assert compare_prompts(open_tokenizer(folder), folder) == ()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("<tool>", "<tools>", "a prompt with tools has the ids .*, with transformers"),
+        ("<tool_response>", "<result>", "a prompt with a call and its result has the ids"),
+        ("'\\n<tool_call>", "'\\n<call>", "a prompt with a call and its result has the ids"),
+    ],
+)
+def test_a_template_that_writes_tools_otherwise_is_named(
+    tmp_path: Path, right: str, wrong: str, message: str
+) -> None:
+    template = WITH_TOOLS["hermes"]
+    assert right in template
+    folder = write_folder(tmp_path / "right", TOKENIZERS["byte_level"], template)
+    changed = template.replace(right, wrong)
+    other = open_tokenizer(write_folder(tmp_path / "wrong", TOKENIZERS["byte_level"], changed))
+    with pytest.raises(InputError, match=message):
+        compare_prompts(other, folder)
+
+
+def test_a_template_for_tools_that_was_dropped_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, TOKENIZERS["byte_level"], WHOLE["chatml"])
+    (folder / "additional_chat_templates").mkdir()
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text(WITH_TOOLS["hermes"])
+    tokenizer = open_tokenizer(folder)
+    assert compare_prompts(tokenizer, folder) == ()
+    without = ChatTokenizer(tokenizer.tokenizer, replace(tokenizer.chat, tool_template=None))
+    with pytest.raises(InputError, match="a prompt with tools has the ids none"):
+        compare_prompts(without, folder)
+    file.unlink()
+    assert difference(tokenizer, open_tokenizer(folder)) == "chat templates for tools"
 
 
 def test_a_renderer_that_ends_is_no_refusal_of_the_template(
