@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from ssdevice.bundle.manifest import AdapterKind, App
+from ssdevice.bundle.manifest import NAME, AdapterKind, App
 from ssdevice.config import Schedule
 from ssdevice.contract import ONE_ROW, CacheForm
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.progress import Report
+from ssdevice.rules import check_rule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,6 +184,13 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
         taken.update(names.values())
         table[app.name] = names
     return table
+
+
+def check_functions(plan: ExportPlan) -> None:
+    """Raise ConfigError for an app whose name makes the names of its functions too long."""
+    for app, names in function_names(plan).items():
+        for name in names.values():
+            check_rule(f"--adapter {app}=: the name of its function", name, NAME)
 
 
 def app_results(plan: ExportPlan, table: Mapping[str, Names]) -> dict[str, App]:
