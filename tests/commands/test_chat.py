@@ -308,12 +308,15 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(
         os.write(user_end, b"/save " + b"x" * 300 + b"\n")
         assert b"File name too long" in until(rb"> $")
         os.write(user_end, b"\x1b[200~/x\rhello\nb\x1b[201~")
-        os.write(user_end, b"\r/save pasted.json\r")
-        until(rb"; \w+\]\s+(\x1b\S+)?> [^>]*> $")
+        until(rb"hello")
+        os.write(user_end, b"\r")
+        until(rb"; \w+\]\s+(\x1b\S+)?> $")
+        os.write(user_end, b"/save pasted.json\r")
+        until(rb"pasted.json\s+(\x1b\S+\s*)?(\x1b\S+)?> $")
         pasted, _ = json.loads(Path("pasted.json").read_text())
         assert pasted == user("/x\nhello\nb")
         os.write(user_end, b"/reset\r")
-        until(rb"> $")
+        until(rb"reset\s+(\x1b\S+\s*)?(\x1b\S+)?> $")
         os.write(user_end, prompt.encode() + b"\n")
         assert (GREEN in until(rb"; \w+\]\s+(\x1b\S+)?> $")) == colours
         for _ in range(

@@ -211,15 +211,15 @@ def test_inspect_says_what_a_session_can_do(
 ) -> None:
     manifest = tiny.tiny_bundle(streams=change.get("streams", True)).manifest
     geometry = manifest.geometry
+    names = {spec.name for spec in manifest.functions}
     if "repeats" in change:
-        tree = Tree.chain(4)
-        manifest = replace(manifest, geometry=replace(geometry, gamma=4, k=1, tree=tree))
+        geometry = replace(geometry, gamma=4, k=1, tree=Tree.chain(4))
     if "choose" in change:
         geometry = replace(geometry, hidden=manifest.model.hidden_size)
-        specs = functions(geometry, manifest.cache, manifest.cache_dtype)
-        names = (*(spec.name for spec in manifest.functions), VERIFY, VERIFY_PLAIN, DRAFT)
-        chosen = tuple(spec for name, spec in specs.items() if name in names)
-        manifest = replace(manifest, geometry=geometry, functions=chosen)
+        names |= {VERIFY, VERIFY_PLAIN, DRAFT}
+    specs = functions(geometry, manifest.cache, manifest.cache_dtype)
+    own = tuple(spec for name, spec in specs.items() if name in names)
+    manifest = replace(manifest, geometry=geometry, functions=own)
     if "template" in change:
         manifest = replace(manifest, chat=replace(manifest.chat, template=change["template"]))
     found = inspect.abilities(manifest)
