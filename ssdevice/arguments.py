@@ -44,21 +44,19 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong(name, value, "a whole number")
     number = int(value)
-    if (least is not None and number < least) or (most is not None and number > most):
-        raise InputError(
-            f"{name} is {number}, expected {least} {'or more' if most is None else f'to {most}'}"
-        )
+    if most is not None and not (least or 0) <= number <= most:
+        raise InputError(f"{name} is {number}, expected {least} to {most}")
+    if least is not None and number < least:
+        raise InputError(f"{name} is {number}, expected {least} or more")
     return number
 
 
 def wholes(name: str, value: Any) -> list[int]:
     """The whole numbers of a list, an array or another iterable."""
     items = _items(name, value, Iterable, "whole numbers")
-    return (
-        items
-        if set(map(type, items)) <= {int}
-        else [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
-    )
+    if set(map(type, items)) <= {int}:  # as most are; a prompt has thousands
+        return items
+    return [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
 
 
 def flag(name: str, value: Any) -> bool:
@@ -86,7 +84,8 @@ def path(name: str, value: Any) -> Path:
     with a NUL.
     """
     try:
-        os.access(found := Path(value), os.F_OK)
+        found = Path(value)
+        os.access(found, os.F_OK)
     except (TypeError, ValueError) as error:
         raise _wrong(name, value, "a path") from error
     return found
