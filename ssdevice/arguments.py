@@ -15,9 +15,10 @@ def _wrong(name: str, value: Any, expected: str) -> InputError:
     return InputError(f"{name} is {type(value).__name__} ({repr(value)[:60]}), expected {expected}")
 
 
-def _items(name: str, value: Any, kind: Any, what: str) -> list[Any]:
+def _items(name: str, value: Any, kind: Any, members: str) -> list[Any]:
+    """The items of a list, which a text is not; ``members``: what they are, for the message."""
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, kind):
-        raise _wrong(name, value, f"a list of {what}")
+        raise _wrong(name, value, f"a list of {members}")
     return list(value)
 
 
@@ -44,10 +45,12 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong(name, value, "a whole number")
     number = int(value)
-    if most is not None and not (least or 0) <= number <= most:
-        raise InputError(f"{name} is {number}, expected {least} to {most}")
-    if least is not None and number < least:
+    too_small = least is not None and number < least
+    too_large = most is not None and number > most
+    if most is None and too_small:
         raise InputError(f"{name} is {number}, expected {least} or more")
+    if too_small or too_large:
+        raise InputError(f"{name} is {number}, expected {least} to {most}")
     return number
 
 

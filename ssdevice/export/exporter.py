@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from ssdevice.bundle.manifest import NAME, AdapterKind, App
 from ssdevice.config import Schedule
 from ssdevice.contract import ONE_ROW, CacheForm
+from ssdevice.errors import InputError
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.progress import Report
 from ssdevice.rules import check_rule
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from ssdevice.model.loading import LoadedModel
 
 
-FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
+FOLDED = (
+    "stream rows have separate weights in the MSA layers: the stream adapters are folded into a "
+    "copy"
+)
 """The note in a bundle whose job was ``folded``."""
 
 
@@ -187,10 +191,20 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
 
 
 def check_functions(plan: ExportPlan) -> None:
-    """Raise ConfigError for an app whose name makes the names of its functions too long."""
-    for app, names in function_names(plan).items():
+    """Raise InputError for apps that cannot be functions of one file.
+
+    All functions share a cache, so no app may have more layers than another; and the name of an app
+    is part of its functions' names, which have a limit.
+    """
+    for app in plan.apps:
+        if not plan.merged and app.draft_layers:
+            raise InputError(
+                f"{app.folder}: streams of draft layers cannot share a bundle with other apps yet: "
+                "export this app by itself, or train it with --draft-layers 0"
+            )
+    for owner, names in function_names(plan).items():
         for name in names.values():
-            check_rule(f"--adapter {app}=: the name of its function", name, NAME)
+            check_rule(f"--adapter {owner}=: the name of its function", name, NAME)
 
 
 def app_results(plan: ExportPlan, table: Mapping[str, Names]) -> dict[str, App]:

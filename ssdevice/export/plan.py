@@ -380,7 +380,8 @@ def _check_form(options: ExportOptions, target: "Exporter", merged: bool) -> Non
         raise ConfigError(f"--choose host: target {options.form} chooses tokens in the graph only")
     if merged and options.adapter_precision is not Quant.FP32:
         raise ConfigError(
-            "--adapter-precision is for separate adapters; a single one is merged, unless with --slots"
+            "--adapter-precision is for separate adapters; a single one is merged, unless with "
+            "--slots"
         )
     if not merged and not target.several_apps:
         asked = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"

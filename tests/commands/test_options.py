@@ -120,8 +120,8 @@ def test_a_number_that_means_nothing_is_refused_by_the_name_of_its_option(
             "one of the arguments --prompt --data --messages is required; see ssdevice run --help",
         ),
         (
-            "run b --prompt a --nonsense",
-            "unrecognized arguments: --nonsense; see ssdevice run --help",
+            "run b --prompt a --unheard-of",
+            "unrecognized arguments: --unheard-of; see ssdevice run --help",
         ),
         ("run b --promt a", "arguments: --promt (did you mean --prompt?); see ssdevice run --help"),
         ("run b --promt=a", "arguments: --promt (did you mean --prompt?); see ssdevice run --help"),

@@ -416,9 +416,15 @@ SHARED: dict[str, tuple[dict[str, int], str]] = {
 """Adapters that fit only into a bundle of their own: what is special, and what is said."""
 
 
-@pytest.mark.parametrize("target", ["onnx", "executorch"])
+TARGETS = [
+    *((case, target) for case in SHARED for target in ("onnx", "executorch")),
+    ("layers of its own", "coreml"),  # whose apps are functions, of their own graphs but one cache
+    ("a LoRA below", "coreml"),
+]
+
+
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize(("case", "target"), TARGETS)
 def test_an_adapter_that_cannot_share_a_bundle_is_refused_by_both(
     base: Path,
     lossless: Path,
@@ -435,7 +441,8 @@ def test_an_adapter_that_cannot_share_a_bundle_is_refused_by_both(
     if "lora" in options:
         write_lora(adapter, base, rank=options["lora"])
     others = ("--adapter", f"other={lossless}") if beside else ("--slots",)
-    given = ("--adapter", f"app={adapter}", *others, "--target", target)
+    quant = "fp16" if target == "coreml" else "fp32"
+    given = ("--adapter", f"app={adapter}", *others, "--target", target, "--quant", quant)
     _refused_by_both(base, tmp_path, given, said, capsys, monkeypatch)
 
 
@@ -508,6 +515,7 @@ KNOWN_BEFORE = {
     "crosscheck/prompts.py",
     "executorch/slots.py",
     "executorch/target.py",
+    "exporter.py",
     "manifest.py",
     "mlprogram/options.py",
     "phrases.py",
