@@ -269,9 +269,7 @@ def check_out(out: Path, overwrite: bool | None) -> None:
         )
     if out.is_dir() and not any(out.iterdir()):
         return
-    reason = _why_no_bundle(out)
-    if reason is not None:
-        raise InputError(f"{out} is not overwritten: {reason}")
+    _check_is_bundle(out)
 
 
 def check_outside(bundle: Path, out: Path) -> None:
@@ -282,17 +280,25 @@ def check_outside(bundle: Path, out: Path) -> None:
         raise InputError(f"{out} is inside the bundle {bundle}; choose another place")
 
 
-def _why_no_bundle(out: Path) -> str | None:
-    # Not Bundle.open: a damaged bundle or one with another schema may be overwritten, but never a
-    # user's own files.
+def _check_is_bundle(out: Path) -> None:
+    """Raise InputError unless ``out`` is a bundle, which may be overwritten.
+
+    Not by ``Bundle.open``: a damaged bundle or one with another schema may be overwritten, but
+    never a user's own files.
+    """
     if not out.is_dir():
-        return "it is not a folder"
+        raise InputError(f"{out} is not overwritten: it is not a folder")
     try:
         raw = integrity.parse_strict(manifest_bytes(out), MANIFEST_FILE)
         listed = raw.get("files")
         if type(raw.get("schema_version")) is not int or not isinstance(listed, dict):
-            return f"its {MANIFEST_FILE} is not that of a bundle"
+            raise InputError(
+                f"{out} is not overwritten: its {MANIFEST_FILE} is not that of a bundle"
+            )
         extra = sorted(list_files(out, MAX_FILES).keys() - listed.keys() - set(OWN_FILES))
     except BundleError as error:
-        return f"it is not a bundle ({error})"
-    return f"{extra[0]!r} is in it, which is not part of a bundle" if extra else None
+        raise InputError(f"{out} is not overwritten: it is not a bundle ({error})") from error
+    if extra:
+        raise InputError(
+            f"{out} is not overwritten: {extra[0]!r} is in it, which is not part of a bundle"
+        )

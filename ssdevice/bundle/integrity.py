@@ -110,9 +110,10 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
                     waiting.append(f"{path}/")
                 elif stat.S_ISREG(status.st_mode):
                     found[path] = status.st_size
+                elif stat.S_ISLNK(status.st_mode):
+                    raise BundleError(f"{folder}: {path!r} is a symbolic link")
                 else:
-                    kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a plain file"
-                    raise BundleError(f"{folder}: {path!r} is {kind}")
+                    raise BundleError(f"{folder}: {path!r} is not a plain file")
     return found
 
 
@@ -212,8 +213,10 @@ def _load_key(file: Path, private: bool) -> Any:
     except BundleError as error:
         raise InputError(str(error)) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        expected = "an unencrypted private key" if private else "a public key"
-        raise InputError(f"{file}: not {expected} in PEM form") from error
-    if not isinstance(key, ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey):
+        if private:
+            raise InputError(f"{file}: not an unencrypted private key in PEM form") from error
+        raise InputError(f"{file}: not a public key in PEM form") from error
+    kind: Any = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
+    if not isinstance(key, kind):
         raise InputError(f"{file}: not an ed25519 key")
     return key

@@ -251,7 +251,7 @@ class Manifest(Ruled):
         _check_pair("functions", names, self.mode)
         for spec in self.functions:
             if spec != expected[spec.name]:
-                raise ConfigError(_first_difference(spec, expected[spec.name]))
+                raise _first_difference(spec, expected[spec.name])
 
     def _check_apps(self) -> None:
         names = [app.name for app in self.apps]
@@ -309,16 +309,16 @@ def _check_pair(where: str, names: Collection[str], mode: Mode | None) -> None:
         )
 
 
-def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:
+def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> ConfigError:
     for kind in ("inputs", "outputs", "states"):
         mine = [_shown(tensor) for tensor in getattr(found, kind)]
         theirs = [_shown(tensor) for tensor in getattr(expected, kind)]
         for i, (one, other) in enumerate(zip_longest(mine, theirs, fillvalue="nothing")):
             if one != other:
-                return (
+                return ConfigError(
                     f"functions: {found.name}.{kind}[{i}] is {one}, its geometry asks for {other}"
                 )
-    return f"functions: {found.name} differs from its geometry"
+    return ConfigError(f"functions: {found.name} differs from its geometry")
 
 
 def _shown(tensor: TensorSpec) -> str:

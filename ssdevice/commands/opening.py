@@ -193,9 +193,10 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least or (most is not None and value > most):
-            expected = f"{least} or more" if most is None else f"{least} to {most}"
-            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
+        if most is None and value < least:
+            raise argparse.ArgumentTypeError(f"{text}, expected {least} or more")
+        if most is not None and not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}, expected {least} to {most}")
         return value
 
     return parse
