@@ -173,7 +173,8 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
     functions of one row.
     """
     if plan.merged:
-        return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
+        [app] = plan.apps
+        return {app.name: {name: name for name in plan.function_names}}
     table: dict[str, Names] = {}
     taken = set(plan.function_names)
     for app in plan.apps:

@@ -285,7 +285,7 @@ from tests.bundle.samples import write_sample
 
 out = Path(sys.argv[1])
 EVENTS = ("open", "os.", "shutil.")
-os.fsync = lambda handle: None  # a killed process loses nothing that it wrote; only this test is faster
+os.fsync = lambda handle: None  # a killed process loses nothing that it wrote
 
 def write(number, stop):
     """Write version ``number`` and die at the stop-th event of the file system."""

@@ -172,7 +172,7 @@ BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
             )(folder),
         ),
         (),
-        "special_tokens_map.json: 'additional_special_tokens' has tables of flags, which transformers",
+        "special_tokens_map.json: 'additional_special_tokens' has tables of flags, which",
     ),
     "an unread tensor": (
         weights_changed(lambda w: w.update(scale=torch.ones(1))),
@@ -586,9 +586,9 @@ def test_tensors_that_are_left_out_are_said(
     shutil.copytree(base, folder)
     weights_changed(lambda w: w.update({"mtp.norm.weight": torch.ones(4)}))(folder)
     (note,) = _notes(folder, "96", capsys)
-    assert (
-        note
-        == "not read from the weights: layers that predict further tokens (mtp.norm.weight and 0 more tensors)"
+    assert note == (
+        "not read from the weights: layers that predict further tokens (mtp.norm.weight and 0 more "
+        "tensors)"
     )
 
 
