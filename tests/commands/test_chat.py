@@ -302,7 +302,9 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(
             before, screen = screen, b""
             return before
 
-        assert b"/help lists the commands" in until(rb"> $")
+        begun = until(rb"> $")
+        assert b"/help lists the commands" in begun
+        assert b"\x1b[?2004h" in begun, "the terminal is asked to mark what is pasted"
         os.write(user_end, b"/nonsense\n")
         assert b"error: unknown command /nonsense" in until(rb"> $")
         os.write(user_end, b"/save " + b"x" * 300 + b"\n")
