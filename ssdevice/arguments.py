@@ -15,9 +15,10 @@ def _wrong(name: str, value: Any, expected: str) -> InputError:
     return InputError(f"{name} is {type(value).__name__} ({repr(value)[:60]}), expected {expected}")
 
 
-def _items(name: str, value: Any, kind: Any, what: str) -> list[Any]:
+def _items(name: str, value: Any, kind: Any, members: str) -> list[Any]:
+    """The items of a list, which a text is not; ``members``: what they are, for the message."""
     if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, kind):
-        raise _wrong(name, value, f"a list of {what}")
+        raise _wrong(name, value, f"a list of {members}")
     return list(value)
 
 
@@ -44,21 +45,21 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong(name, value, "a whole number")
     number = int(value)
-    if (least is not None and number < least) or (most is not None and number > most):
-        raise InputError(
-            f"{name} is {number}, expected {least} {'or more' if most is None else f'to {most}'}"
-        )
+    too_small = least is not None and number < least
+    too_large = most is not None and number > most
+    if most is None and too_small:
+        raise InputError(f"{name} is {number}, expected {least} or more")
+    if too_small or too_large:
+        raise InputError(f"{name} is {number}, expected {least} to {most}")
     return number
 
 
 def wholes(name: str, value: Any) -> list[int]:
     """The whole numbers of a list, an array or another iterable."""
     items = _items(name, value, Iterable, "whole numbers")
-    return (
-        items
-        if set(map(type, items)) <= {int}
-        else [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
-    )
+    if set(map(type, items)) <= {int}:  # as most are; a prompt has thousands
+        return items
+    return [whole(f"{name}[{i}]", item) for i, item in enumerate(items)]
 
 
 def flag(name: str, value: Any) -> bool:
@@ -86,7 +87,8 @@ def path(name: str, value: Any) -> Path:
     with a NUL.
     """
     try:
-        os.access(found := Path(value), os.F_OK)
+        found = Path(value)
+        os.access(found, os.F_OK)
     except (TypeError, ValueError) as error:
         raise _wrong(name, value, "a path") from error
     return found

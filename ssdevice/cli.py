@@ -3,14 +3,16 @@ code.
 """
 
 import argparse
+import difflib
 import importlib
 import io
+import itertools
 import logging
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -82,10 +84,8 @@ def _write_any_text() -> None:
     A stream that the caller closed takes everything: without one, what is said on stderr would be
     printed on stdout, and the next file that is opened would get what libraries say there.
     """
-    sys.stdout, sys.stderr = (
-        stream or open(os.devnull, "w")  # noqa: SIM115
-        for stream in (sys.stdout, sys.stderr)
-    )
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
@@ -99,13 +99,15 @@ def _message(error: Exception) -> str | None:
         return str(error)
     if is_out_of_memory(error):
         return "out of memory: close other programs, use a larger machine, or a smaller model"
-    if isinstance(error, OSError) and error.errno is not None:
-        # What writes files names them, see ``staging.disk_errors``.
-        where = error.filename or (
-            "standard output" if _output_fails() else "a file (--debug shows which)"
-        )
-        return f"{where}: {error.strerror}"
-    return str(error) if isinstance(error, OSError) else None
+    if not isinstance(error, OSError):
+        return None
+    if error.errno is None:
+        return str(error)
+    if error.filename:
+        return f"{error.filename}: {error.strerror}"
+    # What writes files names them, see ``staging.disk_errors``.
+    where = "standard output" if _output_fails() else "a file (--debug shows which)"
+    return f"{where}: {error.strerror}"
 
 
 def _output_fails() -> bool:
@@ -122,11 +124,47 @@ def _output_fails() -> bool:
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are those of any other input: one line, without the list of all
-    options.
+    options, with the nearest name for one that is misspelled.
     """
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an option that does not exist before anything else, such as another one that is
+        missing because it was misspelled.
+        """
+        words = itertools.takewhile(lambda each: each != "--", args)
+        if self._subparsers is not None:  # what follows the action is known to its parser
+            words = itertools.takewhile(lambda each: each.startswith("-"), words)
+        for word in words:
+            self._check_option(word)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def _check_option(self, word: str) -> None:
+        name = word.partition("=")[0]
+        known = [each for each in self._option_string_actions if each.startswith("--")]
+        # A text with spaces is a value, as argparse sees it.
+        if not name.startswith("--") or " " in word or any(each.startswith(name) for each in known):
+            return
+        self.error(f"unrecognized arguments: {name}{suggestion(name, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does, for commands, actions and choices alike, with the nearest one."""
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(each) for each in action.choices]
+        hint = suggestion(str(value), known) or f" (choose from {', '.join(known)})"
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """`` (did you mean --sample?)``, or nothing if no known name is near."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 @contextmanager

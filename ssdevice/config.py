@@ -25,7 +25,9 @@ MAX_DRAFT_VOCABULARY = 1 << 20
 
 
 class Mode(StrEnum):
-    """What main rows compute: with the app's LoRA (``shared``) or exactly the base (``lossless``)."""
+    """What main rows compute: with the app's LoRA (``shared``), or exactly the base
+    (``lossless``).
+    """
 
     SHARED = "shared"
     LOSSLESS = "lossless"
@@ -86,8 +88,10 @@ class StreamConfig(Ruled):
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.draft_vocabulary < MIN_DRAFT_VOCABULARY:
-            least = f"0 (all tokens) or {MIN_DRAFT_VOCABULARY} to {MAX_DRAFT_VOCABULARY}"
-            raise ConfigError(f"draft_vocabulary is {self.draft_vocabulary}, expected {least}")
+            raise ConfigError(
+                f"draft_vocabulary is {self.draft_vocabulary}, expected 0 (all tokens) or "
+                f"{MIN_DRAFT_VOCABULARY} to {MAX_DRAFT_VOCABULARY}"
+            )
         if self.draft_layers:
             if self.mode is not Mode.LOSSLESS:
                 raise ConfigError("draft_layers need lossless mode")
@@ -115,10 +119,11 @@ class StreamConfig(Ruled):
         return self.mode is Mode.SHARED and self.lora_rank > 0
 
     def check_layers(self, layers: int) -> None:
-        """Raise ConfigError unless N_s < N: streams start from the hidden state of a lower layer."""
+        """Raise ConfigError unless N_s < N: streams start from a lower layer's hidden state."""
         if self.msa_layers >= layers:
             raise ConfigError(
-                f"N_s = {self.msa_layers} MSA layers need a model of more layers, this one has {layers}"
+                f"N_s = {self.msa_layers} MSA layers need a model of more layers, this one has "
+                f"{layers}"
             )
 
 
@@ -154,50 +159,65 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 def _coerce(hint: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
-    args = typing.get_args(hint)
     if hint is Any:
         return value
     if origin is types.UnionType:  # of plain types, or of one and None
-        return _coerce(next((kind for kind in args if type(value) is kind), args[0]), value, where)
+        kinds = typing.get_args(hint)
+        own = next((kind for kind in kinds if type(value) is kind), kinds[0])
+        return _coerce(own, value, where)
     if origin is tuple and isinstance(value, list):
-        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
-        if len(kinds) != len(value):
-            raise ConfigError(f"{where}: expected {len(kinds)} values, found {len(value)}")
-        return tuple(_coerce(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return _items(typing.get_args(hint), value, where)
     if origin in (dict, Mapping) and isinstance(value, dict):
+        kind = typing.get_args(hint)[1]
         return {
-            str(key): _coerce(args[1], item, f"{where}[{str(key)[:60]!r}]")
+            str(key): _coerce(kind, item, f"{where}[{str(key)[:60]!r}]")
             for key, item in value.items()
         }
     if isinstance(hint, type):
-        if issubclass(hint, Enum):
-            choices = [member.value for member in hint]
-            if value in choices:
-                return hint(value)
-            raise ConfigError(
-                f"{where}: {str(value)[:60]!r} is not one of {', '.join(map(str, choices))}"
-            )
-        if hasattr(hint, "from_json"):  # it has a form of its own
-            try:
-                return hint.from_json(value)
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from None
-        if dataclasses.is_dataclass(hint):
-            return load_strict(hint, value, where)
-        if hint is float and type(value) in (int, float):
-            # NaN and infinities are not JSON, but Python's reader accepts them and reads 1e999 as
-            # infinity.
-            if abs(value) <= sys.float_info.max:
-                return float(value)
-            raise ConfigError(f"{where}: {str(value)[:60]} is not a finite number")
-        if type(value) is hint:
-            return value
-    name = (
-        hint.__name__
-        if isinstance(hint, type)
-        else str(origin.__name__ if isinstance(origin, type) else hint)
-    )
-    raise ConfigError(f"{where}: expected {JSON_NAMES.get(name, name)}, found {_json_name(value)}")
+        return _plain(hint, value, where)
+    name = origin.__name__ if isinstance(origin, type) else str(origin)
+    raise _unexpected(name, value, where)
+
+
+def _items(kinds: tuple[Any, ...], value: list[Any], where: str) -> tuple[Any, ...]:
+    """A list as a tuple of these kinds; ``(kind, ...)``: of any length."""
+    if kinds[1:] == (Ellipsis,):
+        kinds = kinds[:1] * len(value)
+    if len(kinds) != len(value):
+        raise ConfigError(f"{where}: expected {len(kinds)} values, found {len(value)}")
+    return tuple(_coerce(kinds[i], item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def _plain(hint: type, value: Any, where: str) -> Any:
+    """A value of one type: an enum, a dataclass, one with a form of its own, or plain JSON."""
+    if issubclass(hint, Enum):
+        choices = [member.value for member in hint]
+        if value in choices:
+            return hint(value)
+        raise ConfigError(
+            f"{where}: {str(value)[:60]!r} is not one of {', '.join(map(str, choices))}"
+        )
+    if hasattr(hint, "from_json"):
+        try:
+            return hint.from_json(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    if dataclasses.is_dataclass(hint):
+        return load_strict(hint, value, where)
+    if hint is float and type(value) in (int, float):
+        # NaN and infinities are not JSON, but Python's reader accepts them and reads 1e999 as
+        # infinity.
+        if abs(value) <= sys.float_info.max:
+            return float(value)
+        raise ConfigError(f"{where}: {str(value)[:60]} is not a finite number")
+    if type(value) is hint:
+        return value
+    raise _unexpected(hint.__name__, value, where)
+
+
+def _unexpected(name: str, value: Any, where: str) -> ConfigError:
+    expected = JSON_NAMES.get(name, name)
+    return ConfigError(f"{where}: expected {expected}, found {_json_name(value)}")
 
 
 JSON_NAMES = {

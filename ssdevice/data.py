@@ -3,9 +3,8 @@ line.
 
 One object per line, in either of two forms::
 
-    {"prompt": "name[Aromi], food[French]", "completion": "Aromi is French.", "references": ["Aromi
-    is French.", ..]} {"messages": [{"role": "system", ..}?, {"role": "user", "content": ".."},
-    {"role": "assistant", ..}?]}
+    {"prompt": "name[Aromi]", "completion": "It is Aromi.", "references": ["It is Aromi.", ..]}
+    {"messages": [{"role": "system", ..}?, {"role": "user", ..}, {"role": "assistant", ..}?]}
 
 Both may have ``references`` (all accepted answers, for measuring) and ``id`` (any text or number,
 ignored). Any other key is an error, so that a misspelt ``completion`` is not mistaken for a missing
@@ -98,8 +97,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 while line := file.readline(MAX_LINE_BYTES + 1):
                     number += 1
                     if len(line) > MAX_LINE_BYTES:
-                        long = f"longer than {MAX_LINE_BYTES >> 20} MiB; is it JSON Lines?"
-                        raise InputError(f"{path}, line {number}: {long}")
+                        raise InputError(
+                            f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; is it "
+                            "JSON Lines?"
+                        )
                     if number == 1 and not zipped and line.startswith(GZIP_MAGIC):
                         raise InputError(f"{path}: holds gzip data; rename it to end in .gz")
                     yield number, line
@@ -108,12 +109,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 f"{path}: is a folder; give the .jsonl or .jsonl.gz file in it"
             ) from error
         except (gzip.BadGzipFile, zlib.error) as error:
-            what = (
-                f"damaged gzip data after line {number}"
-                if number
-                else "its name ends in .gz but it is not gzip"
-            )
-            raise InputError(f"{path}: {what} ({error})") from error
+            if number:
+                raise InputError(
+                    f"{path}: damaged gzip data after line {number} ({error})"
+                ) from error
+            raise InputError(
+                f"{path}: its name ends in .gz but it is not gzip ({error})"
+            ) from error
         except EOFError as error:
             raise InputError(
                 f"{path}: the gzip data end early, after line {number}; the file is cut short"
@@ -145,27 +147,35 @@ def _example(fields: Any, where: str, require_completion: bool) -> Example:
             raise InputError(
                 f"{where}: give either 'messages' or 'prompt' and 'completion', not both"
             )
-        if (roles := tuple(turn.role for turn in row.messages)) not in ROLES:
-            one = "an optional system message, one of the user, then one of the assistant"
+        roles = tuple(turn.role for turn in row.messages)
+        if roles not in ROLES:
             raise InputError(
-                f"{where}: messages by {str(roles)[:80]}; an example is one exchange: {one}"
+                f"{where}: messages by {str(roles)[:80]}; an example is one exchange: an optional "
+                "system message, one of the user, then one of the assistant"
             )
         said = {turn.role: turn.content for turn in row.messages}
         prompt = said["user"]
         completion = said.get("assistant")
         system = said.get("system")
-    if prompt is None or (completion is None and require_completion):
-        raise InputError(f"{where}: {'prompt' if prompt is None else 'completion'!r} is missing")
+    if prompt is None:
+        raise InputError(f"{where}: 'prompt' is missing")
+    if completion is None and require_completion:
+        raise InputError(f"{where}: 'completion' is missing")
     texts = {"prompt": prompt, "completion": completion, "system message": system}
     texts |= {f"references[{i}]": text for i, text in enumerate(row.references)}
-    for what, text in texts.items():
-        if text is None:
-            continue
-        if not text.strip():
-            raise InputError(f"{where}: {what!r} is empty")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = f"half a character (a lone surrogate at {error.start})"
-            raise InputError(f"{where}: {what!r} holds {half}") from error
+    for name, text in texts.items():
+        if text is not None:
+            _check_text(text, name, where)
     return Example(prompt, completion, row.references, system)
+
+
+def _check_text(text: str, name: str, where: str) -> None:
+    """Raise InputError for a text that says nothing, or that no tokenizer takes."""
+    if not text.strip():
+        raise InputError(f"{where}: {name!r} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: {name!r} holds half a character (a lone surrogate at {error.start})"
+        ) from error

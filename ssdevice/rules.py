@@ -24,35 +24,55 @@ def check_rule(where: str, value: Any, rule: Rule) -> None:
     None passes.
     """
     if type(value) in (int, float) and rule:
-        low = rule.get("minimum", -inf)
-        high = rule.get("maximum", inf)
-        above = rule.get("exclusiveMinimum", -inf)
-        if not (low <= value <= high and value > above):
-            least = f"above {above}, at most" if above > -inf else f"{low} to"
-            expected = f"{least} {high}" if high < inf else f"{low} or more"
-            raise ConfigError(f"{where} is {str(value)[:30]}, expected {expected}")
+        _check_number(where, value, rule)
     elif isinstance(value, str):
-        if len(value) > rule.get("maxLength", len(value)):
-            raise ConfigError(
-                f"{where} has {len(value)} characters, at most {rule['maxLength']} are allowed"
-            )
-        if "pattern" in rule and not re.fullmatch(rule["pattern"], value):
-            raise ConfigError(f"{where} is {value[:100]!r}, expected {rule['description']}")
+        _check_text(where, value, rule)
     elif isinstance(value, tuple):
-        low = rule.get("minItems", 0)
-        high = rule.get("maxItems", len(value))
-        if not low <= len(value) <= high:
-            raise ConfigError(f"{where} has {len(value)} entries, expected {low} to {high}")
-        for i, item in enumerate(value):
-            check_rule(f"{where}[{i}]", item, rule.get("items", {}))
+        _check_items(where, value, rule)
     elif isinstance(value, dict):
-        if len(value) > rule.get("maxProperties", len(value)):
-            raise ConfigError(
-                f"{where} has {len(value)} entries, at most {rule['maxProperties']} are allowed"
-            )
-        for key, item in value.items():
-            check_rule(f"{where}: a name", key, rule.get("propertyNames", {}))
-            check_rule(f"{where}[{key!r}]", item, rule.get("additionalProperties", {}))
+        _check_entries(where, value, rule)
+
+
+def _check_number(where: str, value: float, rule: Rule) -> None:
+    low = rule.get("minimum", -inf)
+    high = rule.get("maximum", inf)
+    above = rule.get("exclusiveMinimum", -inf)
+    if low <= value <= high and value > above:
+        return
+    shown = str(value)[:30]
+    if high == inf:
+        raise ConfigError(f"{where} is {shown}, expected {low} or more")
+    if above > -inf:
+        raise ConfigError(f"{where} is {shown}, expected above {above}, at most {high}")
+    raise ConfigError(f"{where} is {shown}, expected {low} to {high}")
+
+
+def _check_text(where: str, value: str, rule: Rule) -> None:
+    if len(value) > rule.get("maxLength", len(value)):
+        raise ConfigError(
+            f"{where} has {len(value)} characters, at most {rule['maxLength']} are allowed"
+        )
+    if "pattern" in rule and not re.fullmatch(rule["pattern"], value):
+        raise ConfigError(f"{where} is {value[:100]!r}, expected {rule['description']}")
+
+
+def _check_items(where: str, value: tuple[Any, ...], rule: Rule) -> None:
+    low = rule.get("minItems", 0)
+    high = rule.get("maxItems", len(value))
+    if not low <= len(value) <= high:
+        raise ConfigError(f"{where} has {len(value)} entries, expected {low} to {high}")
+    for i, item in enumerate(value):
+        check_rule(f"{where}[{i}]", item, rule.get("items", {}))
+
+
+def _check_entries(where: str, value: dict[Any, Any], rule: Rule) -> None:
+    if len(value) > rule.get("maxProperties", len(value)):
+        raise ConfigError(
+            f"{where} has {len(value)} entries, at most {rule['maxProperties']} are allowed"
+        )
+    for key, item in value.items():
+        check_rule(f"{where}: a name", key, rule.get("propertyNames", {}))
+        check_rule(f"{where}[{key!r}]", item, rule.get("additionalProperties", {}))
 
 
 def within(low: float, high: float) -> Rule:

@@ -15,7 +15,7 @@ from ssdevice.bench.machine import LOADED
 from ssdevice.bench.quality import choose_metric, score
 from ssdevice.bench.runner import BenchOptions, BenchResult, Measured
 from ssdevice.bench.statistics import mean_interval
-from ssdevice.bundle.staging import write_json, write_text
+from ssdevice.bundle.staging import disk_errors, write_json, write_text
 from ssdevice.config import to_json
 from ssdevice.contract import Geometry
 from ssdevice.progress import count
@@ -288,7 +288,8 @@ def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
     ``command``: the words that measured it; ``report``: of ``as_json`` here or in
     ``peers.compare``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / DATA, report)
     write_text(folder / PAGE, page(report, command))
 

@@ -58,38 +58,18 @@ class Bundle:
         implies ``verify``. Raises BundleError, which names the file and the field.
         """
         folder = arguments.path("a bundle", path)
-        if folder.is_file():
-            raise BundleError(
-                f"{folder} is a file, a bundle is a folder; unpack it first if it is an archive"
-            )
-        if not folder.is_dir():
-            raise BundleError(f"{folder}: no such bundle")
-        file = folder / MANIFEST_FILE
-        if not file.exists() and not file.is_symlink():
-            raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}")
+        _check_folder(folder)
         data = manifest_bytes(folder)
         if require_signature is not None:
             integrity.verify_signature(folder, data, require_signature)
-        manifest = parse_manifest(data, str(file))
-        found = list_files(folder, MAX_FILES)
-        for name, entry in manifest.files.items():
-            if name not in found:
-                raise BundleError(f"{folder}: {name!r} is missing")
-            if found[name] != entry.size:
-                raise BundleError(
-                    f"{folder}: {name!r} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}"
-                )
-        for name in sorted(found.keys() - manifest.files.keys() - set(OWN_FILES)):
-            raise BundleError(
-                f"{folder}: {name[:200]!r} is not listed in {MANIFEST_FILE}; remove it"
-            )
-        for name, entry in (
-            manifest.files.items() if verify or require_signature is not None else ()
-        ):
-            if file_sha256(folder / name, entry.size) != entry.sha256:
-                raise BundleError(
-                    f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST_FILE}"
-                )
+        manifest = parse_manifest(data, str(folder / MANIFEST_FILE))
+        _check_sizes(folder, manifest.files)
+        if verify or require_signature is not None:
+            for name, entry in manifest.files.items():
+                if file_sha256(folder / name, entry.size) != entry.sha256:
+                    raise BundleError(
+                        f"{folder / name} is damaged: its sha256 is not the one in {MANIFEST_FILE}"
+                    )
         return cls(folder, manifest)
 
     @property
@@ -106,9 +86,8 @@ class Bundle:
         Raises BundleError if there is none.
         """
         path = self.manifest.roles.get(name, name)
-        if path in self.manifest.files or any(
-            known.startswith(f"{path}/") for known in self.manifest.files
-        ):
+        files = self.manifest.files
+        if path in files or any(known.startswith(f"{path}/") for known in files):
             return self.folder / path
         roles = ", ".join(sorted(self.manifest.roles))
         raise BundleError(f"{self.folder} has no file {name!r}; its roles are {roles}")
@@ -122,21 +101,50 @@ class Bundle:
         for app in self.manifest.apps:
             if app.name == wanted:
                 return app
-        raise InputError(
-            f"{self.folder} has no app {wanted!r}; it has {', '.join(a.name for a in self.manifest.apps)}"
-        )
+        names = ", ".join(app.name for app in self.manifest.apps)
+        raise InputError(f"{self.folder} has no app {wanted!r}; it has {names}")
 
-    def check_base(self, what: str, sha256: str) -> None:
-        """Raise InputError unless a model, whose weights have this ``sha256``, is the bundle's
-        base.
+    def check_base(self, name: str, sha256: str) -> None:
+        """Raise InputError unless the model ``name``, whose weights have this ``sha256``, is the
+        bundle's base.
         """
-        if sha256 != (base := self.manifest.model.sha256):
-            weights = f"its weights have sha256 {sha256[:12]}.., the bundle's base {base[:12]}.."
-            raise InputError(f"{what} is not the base of {self.folder}: {weights}")
+        base = self.manifest.model.sha256
+        if sha256 != base:
+            raise InputError(
+                f"{name} is not the base of {self.folder}: its weights have sha256 "
+                f"{sha256[:12]}.., the bundle's base {base[:12]}.."
+            )
 
     def function_names(self, app: str | None = None) -> Mapping[str, str]:
         """The contract's functions that an app has -> the target's names of them."""
         return self.app(app).functions or {name: name for name in self.functions}
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise BundleError for a path that cannot be a bundle's."""
+    if folder.is_file():
+        raise BundleError(
+            f"{folder} is a file, a bundle is a folder; unpack it first if it is an archive"
+        )
+    if not folder.is_dir():
+        raise BundleError(f"{folder}: no such bundle")
+    file = folder / MANIFEST_FILE
+    if not file.exists() and not file.is_symlink():
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}")
+
+
+def _check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Raise BundleError unless a folder has exactly these files, of these sizes."""
+    found = list_files(folder, MAX_FILES)
+    for name, entry in files.items():
+        if name not in found:
+            raise BundleError(f"{folder}: {name!r} is missing")
+        if found[name] != entry.size:
+            raise BundleError(
+                f"{folder}: {name!r} has {found[name]} bytes, {MANIFEST_FILE} says {entry.size}"
+            )
+    for name in sorted(found.keys() - files.keys() - set(OWN_FILES)):
+        raise BundleError(f"{folder}: {name[:200]!r} is not listed in {MANIFEST_FILE}; remove it")
 
 
 class BundleWriter:
@@ -253,12 +261,15 @@ def check_out(out: Path, overwrite: bool | None) -> None:
     check_writable(out.parent if out.exists() else out)
     if not out.exists():
         return
+    if overwrite is None:
+        raise InputError(f"{out} exists; choose another folder")
     if not overwrite:
-        how = "" if overwrite is None else ", or replace the bundle with --overwrite"
-        raise InputError(f"{out} exists; choose another folder{how}")
-    empty = out.is_dir() and not any(out.iterdir())
-    if not empty and (why := _why_no_bundle(out)):
-        raise InputError(f"{out} is not overwritten: {why}")
+        raise InputError(
+            f"{out} exists; choose another folder, or replace the bundle with --overwrite"
+        )
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    _check_is_bundle(out)
 
 
 def check_outside(bundle: Path, out: Path) -> None:
@@ -269,17 +280,25 @@ def check_outside(bundle: Path, out: Path) -> None:
         raise InputError(f"{out} is inside the bundle {bundle}; choose another place")
 
 
-def _why_no_bundle(out: Path) -> str | None:
-    # Not Bundle.open: a damaged bundle or one with another schema may be overwritten, but never a
-    # user's own files.
+def _check_is_bundle(out: Path) -> None:
+    """Raise InputError unless ``out`` is a bundle, which may be overwritten.
+
+    Not by ``Bundle.open``: a damaged bundle or one with another schema may be overwritten, but
+    never a user's own files.
+    """
     if not out.is_dir():
-        return "it is not a folder"
+        raise InputError(f"{out} is not overwritten: it is not a folder")
     try:
         raw = integrity.parse_strict(manifest_bytes(out), MANIFEST_FILE)
         listed = raw.get("files")
         if type(raw.get("schema_version")) is not int or not isinstance(listed, dict):
-            return f"its {MANIFEST_FILE} is not that of a bundle"
+            raise InputError(
+                f"{out} is not overwritten: its {MANIFEST_FILE} is not that of a bundle"
+            )
         extra = sorted(list_files(out, MAX_FILES).keys() - listed.keys() - set(OWN_FILES))
     except BundleError as error:
-        return f"it is not a bundle ({error})"
-    return f"{extra[0]!r} is in it, which is not part of a bundle" if extra else None
+        raise InputError(f"{out} is not overwritten: it is not a bundle ({error})") from error
+    if extra:
+        raise InputError(
+            f"{out} is not overwritten: {extra[0]!r} is in it, which is not part of a bundle"
+        )

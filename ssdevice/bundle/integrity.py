@@ -57,9 +57,11 @@ def check_paths(paths: Iterable[str]) -> frozenset[str]:
         for part in filter(_DEVICES.fullmatch, parts):
             raise ConfigError(f"files: {path!r} has a name that Windows reserves, {part!r}")
         folders |= {"/".join(parts[:i]) for i in range(1, len(parts))}
-    if twice := repeated_name(path.lower() for path in [*files, *folders]):
+    twice = repeated_name(path.lower() for path in [*files, *folders])
+    if twice is not None:
         raise ConfigError(
-            f"files: {twice!r} appears twice where case does not count, or is both a file and a folder"
+            f"files: {twice!r} appears twice where case does not count, or is both a file and a "
+            "folder"
         )
     return frozenset(folders)
 
@@ -108,9 +110,10 @@ def list_files(folder: Path, limit: int) -> dict[str, int]:
                     waiting.append(f"{path}/")
                 elif stat.S_ISREG(status.st_mode):
                     found[path] = status.st_size
+                elif stat.S_ISLNK(status.st_mode):
+                    raise BundleError(f"{folder}: {path!r} is a symbolic link")
                 else:
-                    kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a plain file"
-                    raise BundleError(f"{folder}: {path!r} is {kind}")
+                    raise BundleError(f"{folder}: {path!r} is not a plain file")
     return found
 
 
@@ -147,7 +150,8 @@ def file_sha256(file: Path, size: int) -> str | None:
     block = memoryview(bytearray(1 << 20))
     with reading(file, BundleError), file.open("rb", buffering=0) as stream:
         while size:
-            if not (count := stream.readinto(block[: min(size, len(block))])):
+            count = stream.readinto(block[: min(size, len(block))])
+            if not count:
                 return None
             digest.update(block[:count])
             size -= count
@@ -201,16 +205,18 @@ def _load_key(file: Path, private: bool) -> Any:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     try:
         data = read_bounded(file, MAX_KEY_BYTES)
-        key = (
-            serialization.load_pem_private_key(data, None)
-            if private
-            else serialization.load_pem_public_key(data)
-        )
+        key: Any = None
+        if private:
+            key = serialization.load_pem_private_key(data, None)
+        else:
+            key = serialization.load_pem_public_key(data)
     except BundleError as error:
         raise InputError(str(error)) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        expected = "an unencrypted private key" if private else "a public key"
-        raise InputError(f"{file}: not {expected} in PEM form") from error
-    if not isinstance(key, ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey):
+        if private:
+            raise InputError(f"{file}: not an unencrypted private key in PEM form") from error
+        raise InputError(f"{file}: not a public key in PEM form") from error
+    kind: Any = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
+    if not isinstance(key, kind):
         raise InputError(f"{file}: not an ed25519 key")
     return key

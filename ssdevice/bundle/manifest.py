@@ -15,7 +15,7 @@ from ssdevice import contract, targets
 from ssdevice.bundle.integrity import PATH, SEGMENT, check_paths, parse_strict
 from ssdevice.bundle.sampling import ModelSampling
 from ssdevice.config import Mode, Schedule, load_strict, to_json
-from ssdevice.contract import CacheForm, FunctionSpec, Geometry
+from ssdevice.contract import CacheForm, FunctionSpec, Geometry, TensorSpec
 from ssdevice.errors import BundleError, ConfigError, SSDeviceError
 from ssdevice.rules import Rule, Ruled, repeated_name, within
 from ssdevice.text.chat_template import ChatFormat
@@ -36,7 +36,8 @@ SHA256: Rule = {
 NAME: Rule = {
     "maxLength": 64,
     "pattern": f"^{SEGMENT}$",
-    "description": "plain letters, digits and _.+=@- that begin with a letter, a digit or _ and do not end with a dot",
+    "description": "plain letters, digits and _.+=@- that begin with a letter, a digit or _ and do "
+    "not end with a dot",
 }
 ROLE: Rule = {
     "maxLength": 100,
@@ -131,10 +132,12 @@ class App(Ruled):
         super().__post_init__()
         if self.kind is AdapterKind.SLOT and not self.files:
             raise ConfigError(f"app {self.name!r} is a slot but lists no files to load into it")
-        if odd := [name[:60] for name in self.functions if name not in EVERY_FUNCTION]:
-            raise ConfigError(
-                f"app {self.name!r}: {odd[0]!r} is not a function ({', '.join(EVERY_FUNCTION)})"
-            )
+        for name in self.functions:
+            if name not in EVERY_FUNCTION:
+                raise ConfigError(
+                    f"app {self.name!r}: {name[:60]!r} is not a function "
+                    f"({', '.join(EVERY_FUNCTION)})"
+                )
 
     @property
     def answers_as_base(self) -> bool:
@@ -204,6 +207,11 @@ class Manifest(Ruled):
             targets.find(self.target)
         except ConfigError as error:
             raise ConfigError(f"target: {error}") from None
+        self._check_sizes()
+        self._check_functions()
+        self._check_apps()
+
+    def _check_sizes(self) -> None:
         g = self.geometry
         if g.vocab != self.model.vocab:
             raise ConfigError(f"model.vocab is {self.model.vocab}, geometry.vocab {g.vocab}")
@@ -214,22 +222,22 @@ class Manifest(Ruled):
                 f"model.hidden_size is {self.model.hidden_size}, geometry.hidden {g.hidden}"
             )
         if (self.mode is not None and not g.gamma) or (self.msa_layers and self.mode is None):
-            expected = "a bundle with streams has a mode and a gamma, one without has null and no msa_layers"
-            found = f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}"
-            raise ConfigError(f"{found}: {expected}")
+            raise ConfigError(
+                f"geometry.gamma is {g.gamma}, msa_layers {self.msa_layers}, mode {self.mode}: a "
+                "bundle with streams has a mode and a gamma, one without has null and no msa_layers"
+            )
         if self.msa_layers >= self.model.layers:
             raise ConfigError(
                 f"msa_layers is {self.msa_layers}, the model has {self.model.layers} layers"
             )
-        self._check_functions()
-        self._check_apps()
 
     def _check_functions(self) -> None:
         expected = contract.functions(self.geometry, self.cache, self.cache_dtype)
         names = [spec.name for spec in self.functions]
         if names != [name for name in expected if name in names]:
             raise ConfigError(
-                f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this order"
+                f"functions are {str(names)[:200]}, expected some of {', '.join(expected)} in this "
+                "order"
             )
         deciding = {contract.STEP, contract.PLAIN} & set(names)
         if (
@@ -243,11 +251,12 @@ class Manifest(Ruled):
         _check_pair("functions", names, self.mode)
         for spec in self.functions:
             if spec != expected[spec.name]:
-                raise ConfigError(_first_difference(spec, expected[spec.name]))
+                raise _first_difference(spec, expected[spec.name])
 
     def _check_apps(self) -> None:
         names = [app.name for app in self.apps]
-        if twice := repeated_name(name.lower() for name in names):
+        twice = repeated_name(name.lower() for name in names)
+        if twice is not None:
             raise ConfigError(f"app {twice!r} appears twice")
         if self.default_app not in names:
             raise ConfigError(
@@ -255,8 +264,10 @@ class Manifest(Ruled):
             )
         for app in self.apps:
             if app.base_sha256 != self.model.sha256:
-                shown = f"its base_sha256 is {app.base_sha256[:12]}.., the model's is {self.model.sha256[:12]}.."
-                raise ConfigError(f"app {app.name!r} is for another base: {shown}")
+                raise ConfigError(
+                    f"app {app.name!r} is for another base: its base_sha256 is "
+                    f"{app.base_sha256[:12]}.., the model's is {self.model.sha256[:12]}.."
+                )
             if app.kind is AdapterKind.MERGED and app.mode not in (None, self.mode):
                 raise ConfigError(
                     f"app {app.name!r} has mode {app.mode}, the bundle has {self.mode}"
@@ -280,37 +291,38 @@ class Manifest(Ruled):
             if path not in self.files and path not in folders:
                 raise ConfigError(f"roles[{role!r}]: {path!r} is not in files")
         for app in self.apps:
-            if missing := [path for path in app.files if path not in self.files]:
-                raise ConfigError(f"app {app.name!r}: {missing[0]!r} is not in files")
+            for path in app.files:
+                if path not in self.files:
+                    raise ConfigError(f"app {app.name!r}: {path!r} is not in files")
             if app.folder is not None and app.folder not in folders:
                 raise ConfigError(f"app {app.name!r}: no file in its folder {app.folder!r}")
 
 
-def _check_pair(what: str, names: Collection[str], mode: Mode | None) -> None:
+def _check_pair(where: str, names: Collection[str], mode: Mode | None) -> None:
     """Raise ConfigError for a draft of streams that is verified, but not drafted again and moved to
     the front.
     """
     if mode is not None and (contract.VERIFY in names) != (contract.DRAFT in names):
         raise ConfigError(
-            f"{what}: {', '.join(names)[:200]}: {contract.VERIFY} and {contract.DRAFT} need each other"
+            f"{where}: {', '.join(names)[:200]}: {contract.VERIFY} and {contract.DRAFT} need each "
+            "other"
         )
 
 
-def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> str:
+def _first_difference(found: FunctionSpec, expected: FunctionSpec) -> ConfigError:
     for kind in ("inputs", "outputs", "states"):
-        mine, theirs = (
-            [
-                f"{t.name[:60]!r} {t.dtype[:20]!r} {str(list(t.shape))[:80]}"
-                for t in getattr(spec, kind)
-            ]
-            for spec in (found, expected)
-        )
+        mine = [_shown(tensor) for tensor in getattr(found, kind)]
+        theirs = [_shown(tensor) for tensor in getattr(expected, kind)]
         for i, (one, other) in enumerate(zip_longest(mine, theirs, fillvalue="nothing")):
             if one != other:
-                return (
+                return ConfigError(
                     f"functions: {found.name}.{kind}[{i}] is {one}, its geometry asks for {other}"
                 )
-    return f"functions: {found.name} differs from its geometry"
+    return ConfigError(f"functions: {found.name} differs from its geometry")
+
+
+def _shown(tensor: TensorSpec) -> str:
+    return f"{tensor.name[:60]!r} {tensor.dtype[:20]!r} {str(list(tensor.shape))[:80]}"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -320,9 +332,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """
     values = {"schema_version": manifest.schema_version, **to_json(manifest)}
     try:
-        return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode(
-            "utf-8"
-        )
+        text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+        return f"{text}\n".encode()
     except (TypeError, ValueError) as error:
         raise SSDeviceError(f"the manifest has a value that JSON cannot hold: {error}") from error
 
@@ -335,8 +346,10 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     raw = parse_strict(data, where)
     version = raw.get("schema_version")
     if type(version) is int and version > SCHEMA_VERSION:
-        newer = f"schema {str(version)[:20]}, this one reads {SCHEMA_VERSION}; update ssdevice"
-        raise BundleError(f"{where}: made by a newer ssdevice: {newer}")
+        raise BundleError(
+            f"{where}: made by a newer ssdevice: schema {str(version)[:20]}, this one reads "
+            f"{SCHEMA_VERSION}; update ssdevice"
+        )
     if version is None:
         raise BundleError(f"{where}: 'schema_version' is missing: not the manifest of a bundle")
     try:

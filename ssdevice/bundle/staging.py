@@ -22,16 +22,19 @@ from ssdevice.errors import InputError, SSDeviceError
 if sys.platform != "win32":
     import fcntl
 
-MARK = (
-    ".ssdevice" if sys.platform != "win32" else f".ssdevice-{os.getpid()}"
-)  # without locks names must differ
+MARK = ".ssdevice"
+if sys.platform == "win32":
+    MARK = f".ssdevice-{os.getpid()}"  # without locks names must differ
 ATTEMPTS = 100
 """To begin, while other writers of the same destination come and go."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
-NATIVE = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
+FULL_WORDS = (os.strerror(errno.ENOSPC), "[MIL FileWriter]")
 """What libraries say of a full disk that write from native code: safetensors, and coremltools,
 which knows no more.
 """
+TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
+"""Why a rename fails where something else has the name."""
+TOO_LARGE_WORDS = os.strerror(errno.EFBIG)
 
 
 def check_writable(out: Path, option: str = "") -> None:
@@ -56,9 +59,15 @@ def check_writable(out: Path, option: str = "") -> None:
 
 
 def write_text(out: Path, text: str) -> None:
-    """Write a file of UTF-8 text; errors name it."""
+    """Write a file of UTF-8 text; errors name it, and leave no half of a new file."""
+    fresh = not out.exists()
     with disk_errors(out):
-        out.write_text(text, "utf-8")
+        try:
+            out.write_text(text, "utf-8")
+        except OSError:
+            if fresh:
+                out.unlink(missing_ok=True)
+            raise
 
 
 def write_json(out: Path, value: Any) -> None:
@@ -75,9 +84,8 @@ class Stage:
 
     def __init__(self, out: Path, *, folder: bool) -> None:
         self.out = Path(os.path.abspath(out))
-        self.path, self._aside = (
-            self.out.with_name(f".{self.out.name}{MARK}{end}") for end in (".tmp", ".old")
-        )
+        self.path = self.out.with_name(f".{self.out.name}{MARK}.tmp")
+        self._aside = self.out.with_name(f".{self.out.name}{MARK}.old")
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._claim(folder)
@@ -96,14 +104,18 @@ class Stage:
         for _ in range(ATTEMPTS):
             fresh = True
             try:
-                self.path.mkdir() if folder else self.path.touch(exist_ok=False)
+                if folder:
+                    self.path.mkdir()
+                else:
+                    self.path.touch(exist_ok=False)
             except FileExistsError:
                 fresh = False
             try:
                 lock = lock_path(self.path, wait=False, needed=not fresh)
             except BlockingIOError:
-                busy = f"another process is writing {self.out}; wait for it, or choose another name"
-                raise InputError(busy) from None
+                raise InputError(
+                    f"another process is writing {self.out}; wait for it, or choose another name"
+                ) from None
             except FileNotFoundError:
                 continue  # its writer has just finished
             mine = sys.platform == "win32" or _is_open(self.path, lock)
@@ -125,21 +137,17 @@ class Stage:
             raise InputError(f"{self.out} exists; choose another name")
         try:
             if replace and self.out.is_dir():
-                self.path.chmod(
-                    stat.S_IMODE(self.out.stat().st_mode)
-                )  # a private folder stays private
+                # A private folder stays private.
+                self.path.chmod(stat.S_IMODE(self.out.stat().st_mode))
                 os.rename(self.out, self._aside)
                 os.rename(self.path, self.out)
                 _remove(self._aside)
+            elif replace:
+                os.replace(self.path, self.out)
             else:
-                (os.replace if replace else os.rename)(self.path, self.out)
+                os.rename(self.path, self.out)
         except OSError as error:
-            if not replace and error.errno in (
-                errno.EEXIST,
-                errno.ENOTEMPTY,
-                errno.ENOTDIR,
-                errno.EISDIR,
-            ):
+            if not replace and error.errno in TAKEN:
                 raise InputError(
                     f"another process has created {self.out}; choose another name"
                 ) from error
@@ -155,31 +163,55 @@ class Stage:
 
 @contextlib.contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Turn the error of a full disk, in any library's words, into an SSDeviceError of one line;
-    other system errors without a file name get ``out``.
+    """In this context a system error while ``out`` is written is an error of one line.
+
+    A full disk is an SSDeviceError, in any library's words; a file beyond a limit, and any other
+    system error, an InputError, which names the file. A pipe whose reader left is none of these.
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except Exception as error:
-        if not _is_full(error):
-            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-                error.filename = str(out)
+        if _is_full(error):
+            raise SSDeviceError(
+                f"the disk is full: {out} could not be written; now free: {_free(out)}"
+            ) from error
+        if isinstance(error, SSDeviceError):
             raise
-        places = dict.fromkeys([out.parent, Path(tempfile.gettempdir())])
-        free = ", ".join(
-            f"{shutil.disk_usage(place).free >> 20} MiB in {place}"
-            for place in places
-            if place.is_dir()
-        )
-        raise SSDeviceError(
-            f"the disk is full: {out} could not be written; now free: {free}"
-        ) from error
+        name = out
+        if isinstance(error, OSError) and error.filename is not None:
+            name = error.filename
+        if _is_too_large(error):
+            raise InputError(
+                f"{name} could not be written: File too large for a limit of this process "
+                "(ulimit -f) or for the file system"
+            ) from error
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(f"{name}: {error.strerror}") from error
+        raise
+
+
+def _free(out: Path) -> str:
+    """What is free where ``out`` is, and where temporary files are."""
+    places = dict.fromkeys([out.parent, Path(tempfile.gettempdir())])
+    return ", ".join(
+        f"{shutil.disk_usage(place).free >> 20} MiB in {place}"
+        for place in places
+        if place.is_dir()
+    )
 
 
 def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
-    return any(words in str(error) for words in NATIVE)
+    return any(words in str(error) for words in FULL_WORDS)
+
+
+def _is_too_large(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.EFBIG
+    return TOO_LARGE_WORDS in str(error)
 
 
 def sync_tree(path: Path) -> None:
@@ -197,10 +229,8 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # some file systems cannot sync folders
+        # Some file systems cannot sync folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)
@@ -216,7 +246,7 @@ def lock_path(path: Path, *, wait: bool = True, needed: bool = False) -> int:
         return os.open(os.devnull, os.O_RDONLY)
     handle = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if needed or isinstance(error, BlockingIOError):
             os.close(handle)

@@ -130,8 +130,12 @@ def _report(
     opened = (args.bundle, args.app, opening.engine_options(args))
     most = options.max_tokens
     memory = {name: measure_memory(*opened, name, first, most) for name in result.modes}
-    plain = to_json(Sampling())
-    chosen = to_json(options.sampling)
+    chosen = None
+    if options.sampling is not None:
+        plain = to_json(Sampling())
+        asked = to_json(options.sampling)
+        chosen = {name: value for name, value in asked.items() if value != plain[name]}
+    files = session.bundle.app(args.app).files  # none if it is merged
     setting = {
         "bundle": str(args.bundle),
         "app": args.app or manifest.default_app,
@@ -140,15 +144,11 @@ def _report(
             for name in ("target", "precision", "schedule", "mode")
         },
         "parameters": manifest.model.parameters,
-        "sampling": {name: each for name, each in chosen.items() if each != plain[name]}
-        if chosen
-        else None,
+        "sampling": chosen,
         "threads": args.threads,
         "kernels": session.engine.kernels is not None,
         "data": str(args.data),
-        "app_bytes": sum(
-            manifest.files[path].size for path in session.bundle.app(args.app).files
-        ),  # 0 if merged
+        "app_bytes": sum(manifest.files[path].size for path in files),
         "model_mb": round(manifest.total_bytes / 1e6, 3),
         "versions": installed(["numpy", *manifest.tools]),
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.bundle.integrity import sign_bundle
 from ssdevice.bundle.manifest import AdapterKind, Precision
+from ssdevice.commands.inspect import abilities_line
 from ssdevice.commands.opening import add_adapter_precision, named_folder
 from ssdevice.errors import InputError, needs_extra
 from ssdevice.model.tokenizer import difference, open_tokenizer, tokenizer_folder
@@ -54,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out the action, completely or not at all."""
     bundle = Bundle.open(args.bundle)  # a signature must not vouch for damaged files
-    said = {"sign": _sign, "add-app": _add_app, "remove-app": _remove_app}[args.action](
-        args, bundle
-    )
+    actions = {"sign": _sign, "add-app": _add_app, "remove-app": _remove_app}
+    said = actions[args.action](args, bundle)
     if not args.quiet:
         print(said)
+        print(abilities_line(Bundle.open(args.bundle, verify=False).manifest))
     return 0
 
 
@@ -68,14 +69,14 @@ def _sign(args: argparse.Namespace, bundle: Bundle) -> str:
 
 def _add_app(args: argparse.Namespace, bundle: Bundle) -> str:
     name, folder = named_folder(args.app)
-    if (
-        tokenizer_folder(bundle.folder, folder) != bundle.folder
-    ):  # the adapter brings one, and a chat template
+    # The adapter may bring a tokenizer, and a chat template.
+    if tokenizer_folder(bundle.folder, folder) != bundle.folder:
         with needs_extra("export"):
             its = open_tokenizer(bundle.folder, folder)
-        if (what := difference(tokenizer_of(bundle), its)) is not None:
+        parts = difference(tokenizer_of(bundle), its)
+        if parts is not None:
             raise InputError(
-                f"{folder} and {bundle.folder} need different {what}: export the app apart"
+                f"{folder} and {bundle.folder} need different {parts}: export the app apart"
             )
     return add_app(bundle, name, folder, Precision(args.adapter_precision))
 
@@ -89,8 +90,10 @@ def _remove_app(args: argparse.Namespace, bundle: Bundle) -> str:
             f"{args.bundle} has only the app {app.name!r}; a bundle needs at least one"
         )
     if app.kind in (AdapterKind.MERGED, AdapterKind.FUNCTION):
-        why = "its weights are in the graphs, not in separate files; export the others again"
-        raise InputError(f"app {app.name!r} of {args.bundle} is {app.kind.value}: {why}")
+        raise InputError(
+            f"app {app.name!r} of {args.bundle} is {app.kind.value}: its weights are in the "
+            "graphs, not in separate files; export the others again"
+        )
     names = [other.name for other in rest]
     if args.default is not None and args.default not in names:
         raise InputError(
@@ -99,12 +102,12 @@ def _remove_app(args: argparse.Namespace, bundle: Bundle) -> str:
     if args.default is None and manifest.default_app == app.name:
         raise InputError(f"app {app.name!r} is the default one; name another: --default {names[0]}")
     default = args.default or manifest.default_app
-    inside = {
-        path
-        for path in manifest.files
-        if app.folder is not None and path.startswith(f"{app.folder}/")
-    }
-    gone = frozenset({*app.files, *inside} - {path for other in rest for path in other.files})
+    own = {*app.files}
+    if app.folder is not None:
+        own |= {path for path in manifest.files if path.startswith(f"{app.folder}/")}
+    for other in rest:
+        own -= {*other.files}
+    gone = frozenset(own)
     again = signature_lost(bundle)
     with BundleWriter(bundle.folder, overwrite=True) as writer:
         writer.add_bundle(bundle, without=gone)

@@ -21,7 +21,7 @@ from ssdevice.text.messages import DROP_OLDEST, OVERFLOWS, SYSTEM
 
 PROMPT = "> "
 DRAFTED = "green"
-HELP = """\
+HELP = '''\
 /app NAME     switch to another app of the bundle; the conversation starts over
 /system TEXT  another system message, from now on; without TEXT none
 /save FILE    write the messages to a new JSON file
@@ -29,21 +29,31 @@ HELP = """\
 /reset        start over, with the same system message
 /help         this text
 /quit         end, as Ctrl-D does
-A message that begins with / is written with //. Ctrl-C ends an answer. Accepted drafts are green."""
+A message that begins with / is written with //. A message of several lines is pasted, or written
+between two lines of """. Ctrl-C ends an answer. Accepted drafts are green.'''
+BLOCK = '"""'
+"""What begins and ends a message of several lines."""
+Lines = Iterator[tuple[str, str]]
+"""Lines, each with where it is, for messages of errors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_bundle(parser)
     add("--system", metavar="TEXT", help="system message of the conversation")
-    full = f"when the context is full: an error, or forget the oldest turns (default {DROP_OLDEST})"
-    add("--overflow", choices=OVERFLOWS, default=DROP_OLDEST, help=full)
+    add(
+        "--overflow",
+        choices=OVERFLOWS,
+        default=DROP_OLDEST,
+        help=f"when the context is full: an error, or forget the oldest turns (default "
+        f"{DROP_OLDEST})",
+    )
     add_answers(parser, 1024)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer lines of standard input until it ends: at a terminal, or one message a line from a
-    pipe or file.
+    """Answer messages of standard input until it ends: at a terminal, or one a line from a pipe or
+    file; lines between two of BLOCK are one message.
     """
     refuse_ignored(args, "it goes with ssdevice run --json", "--logprobs")
     sampling_of(args)
@@ -66,21 +76,23 @@ class _Talk:
         self._command("system", args.system or "")
 
     def hold(self) -> None:
-        """Take lines until there are no more.
+        """Take messages and commands until there are no more.
 
         An error ends what comes from a pipe; at a terminal the user goes on.
         """
         if self._interactive and not self._args.quiet:
             on_stderr(f"{self._args.bundle}: /help lists the commands")
-        for line in filter(None, map(str.strip, _lines(self._interactive))):
+        for said in messages(_typed() if self._interactive else _piped()):
             try:
-                if line == "/quit":
+                if said == "/quit":
                     return
-                if line.startswith("/") and not line.startswith("//"):
-                    name, _, argument = line[1:].partition(" ")
-                    self._command(name, argument.strip())
+                if "\n" in said or not said.startswith("/"):
+                    self._answer(said)
+                elif said.startswith("//"):
+                    self._answer(said.removeprefix("/"))
                 else:
-                    self._answer(line.removeprefix("/"))
+                    name, _, argument = said[1:].partition(" ")
+                    self._command(name, argument.strip())
             except (SSDeviceError, OSError) as error:  # a full disk loses no conversation
                 if not self._interactive:
                     raise
@@ -102,7 +114,8 @@ class _Talk:
             for piece in pieces:
                 self._show(piece)
         print(flush=True)
-        if dropped := session.last.dropped:
+        dropped = session.last.dropped
+        if dropped:
             on_stderr(f"[{count(dropped, 'oldest turn')} forgotten: the context is full]")
         if not args.quiet:
             on_stderr(summary(session.last))
@@ -146,15 +159,51 @@ class _Talk:
             session.messages = read_json(arguments.path("/load", os.path.expanduser(argument)))
 
 
-def _lines(interactive: bool) -> Iterator[str]:
+def messages(lines: Lines) -> Iterator[str]:
+    """The messages and commands in lines: one a line, or the lines between two of BLOCK, whose
+    first and last may stand beside it. A pasted text is a line with line breaks in it.
+
+    Raises InputError for a block without an end.
+    """
+    for line, where in lines:
+        said = line.strip()
+        if said.startswith(BLOCK):
+            said = _block(said.removeprefix(BLOCK), lines, where)
+        if said:
+            yield said
+
+
+def _block(first: str, lines: Lines, where: str) -> str:
+    """The lines up to the one that ends with BLOCK, as one text."""
+    block = [first]
+    while not block[-1].rstrip().endswith(BLOCK):
+        try:
+            block.append(next(lines)[0])
+        except StopIteration:
+            raise InputError(f"{where}: the message that begins with {BLOCK} has no end") from None
+    block[-1] = block[-1].rstrip().removesuffix(BLOCK)
+    return "\n".join(block).strip("\n")
+
+
+def _typed() -> Lines:
+    """What a user enters at a terminal; a paste is one line with line breaks in it.
+
+    Without readline, or with editline, every pasted line is one of its own.
+    """
+    with suppress(ImportError):
+        import readline  # input() then edits lines and remembers them
+
+        # Python turns it off. The terminal then marks what is pasted, and only Enter ends a line.
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    with suppress(EOFError):
+        while True:
+            yield input(PROMPT), "standard input"
+    print()
+
+
+def _piped() -> Lines:
     if sys.stdin is None:
         raise InputError("standard input is closed")
-    if interactive:
-        with suppress(ImportError):
-            import readline  # noqa: F401  # input() then edits lines and remembers them
-        with suppress(EOFError):
-            while True:
-                yield input(PROMPT)
-        print()
-    for number, line in enumerate(() if interactive else sys.stdin.buffer, 1):
-        yield utf8(line, f"standard input, line {number}")
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        where = f"standard input, line {number}"
+        yield utf8(line, where).rstrip("\r\n"), where

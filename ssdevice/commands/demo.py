@@ -127,11 +127,14 @@ def _smollm2(args: argparse.Namespace) -> Cast:
         (shipped / name for name in TASKS if (shipped / name).is_dir()), None
     )
     if adapter is None:
-        command = "ssdevice train --self-prompt 4000 --mode lossless --app chat (docs/training.md)"
-        raise InputError(f"{shipped} holds no adapter; give --adapter DIR, or train one: {command}")
+        raise InputError(
+            f"{shipped} holds no adapter; give --adapter DIR, or train one: ssdevice train "
+            "--self-prompt 4000 --mode lossless --app chat (docs/training.md)"
+        )
     if adapter.name not in TASKS:
         print(
-            f"Streams of {adapter.name}: if they learned another task, fewer of their drafts fit general questions."
+            f"Streams of {adapter.name}: if they learned another task, fewer of their drafts fit "
+            "general questions."
         )
     app, prompts, tree = TASKS.get(adapter.name, ("chat", QUESTIONS, ()))
     base = args.model or cached()
@@ -163,10 +166,10 @@ def make_smollm2(folder: Path) -> None:
     name = gguf.name
     with closing(Stage(folder, folder=True)) as stage, disk_errors(folder):
         config = GgufConfig(gguf_file=name, dequantize=True)
-        load = AutoModelForCausalLM.from_pretrained
-        load(
+        model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=name, dtype=torch.float16, quantization_config=config
-        ).save_pretrained(stage.path)
+        )
+        model.save_pretrained(stage.path)
         AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(stage.path)
         stage.publish(replace=False)
 
@@ -183,6 +186,7 @@ def _packaged() -> Path:
         or file_sha256(found, found.stat().st_size) != GGUF_SHA256
     ):
         raise InputError(
-            f"{PACKAGE} is installed, but its weights are not those expected; install them: {INSTALL}"
+            f"{PACKAGE} is installed, but its weights are not those expected; install them: "
+            f"{INSTALL}"
         )
     return found

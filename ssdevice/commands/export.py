@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[NAME=]DIR",
-        help="an app's name (default: that of its training) and its trained adapter folder; several share one base "
-        "if the target can",
+        help="an app's name (default: that of its training) and its trained adapter folder; "
+        "several share one base if the target can",
     )
     add(
         "--slots",
@@ -48,13 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for int4",
+        help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for "
+        "int4",
     )
     add(
         "--tree",
         metavar="SPEC",
-        help=f"draft tree: {FORMS} (default: the chain of all streams; without streams "
-        "chain:4 for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)",
+        help=f"draft tree: {FORMS} (default: the chain of all streams; without streams chain:4 "
+        "for ONNX, whose drafts repeat the text, and [] elsewhere, for plain decoding only)",
     )
     add(
         "--phrases",
@@ -62,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="rows of the model's own answers (JSON Lines): what they say often is drafted where the text does not "
-        "repeat itself; or phrases.bin of another bundle of the model; without streams",
+        help="rows of the model's own answers (JSON Lines): what they say often is drafted where "
+        "the text does not repeat itself; or phrases.bin of another bundle of the model; without "
+        "streams",
     )
     add(
         "--schedule",
@@ -93,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--choose",
         choices=("graph", "host"),
         default="graph",
-        help="who chooses tokens: the graph, greedily, or also the host, for sampling and penalties "
-        "(default graph)",
+        help="who chooses tokens: the graph, greedily, or also the host, for sampling and "
+        "penalties (default graph)",
     )
     for options in all_options():
         options.add_arguments(parser)
@@ -102,7 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-cross-check",
         action="store_false",
         dest="cross_check",
-        help="do not compare with transformers first, for models of which no second one fits into memory",
+        help="do not compare with transformers first, for models of which no second one fits into "
+        "memory",
     )
     add("--overwrite", action="store_true", help="replace the bundle if it exists")
     add("--dry-run", action="store_true", help="print the plan, write nothing")
@@ -138,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> ExportOptions:
     adapters = tuple(opening.named_folder(text, "--adapter") for text in args.adapter)
-    chosen = tuple(parsed for kind in all_options() if (parsed := kind.parse(args)) is not None)
+    parsed = [kind.parse(args) for kind in all_options()]
+    chosen = tuple(options for options in parsed if options is not None)
     form = export_target(args.target).form(chosen)
     names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
     given = {

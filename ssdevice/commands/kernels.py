@@ -1,4 +1,6 @@
-"""``ssdevice kernels``: compile the kernels that make steps over few rows cheap, for this machine."""
+"""``ssdevice kernels``: compile the kernels that make steps over few rows cheap, for this
+machine.
+"""
 
 import argparse
 import json
@@ -15,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if (library := runtime_target(args.target).build_kernels()) is None:
+    """Compile, then print the library's path."""
+    library = runtime_target(args.target).build_kernels()
+    if library is None:
         raise InputError(f"--target {args.target}: there is nothing to compile for it")
     print(json.dumps({"target": args.target, "library": str(library)}))
     return 0

@@ -32,16 +32,21 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
 
 
 def add_signature(parser: argparse.ArgumentParser) -> None:
-    what = "refuse what this ed25519 key has not signed"
-    parser.add_argument("--require-signature", type=Path, metavar="PUBLIC.pem", help=what)
+    parser.add_argument(
+        "--require-signature",
+        type=Path,
+        metavar="PUBLIC.pem",
+        help="refuse what this ed25519 key has not signed",
+    )
 
 
 def add_adapter_precision(parser: argparse.ArgumentParser) -> None:
-    choices = [each.value for each in PRECISIONS]
-    what = "how adapters outside the graphs store their floats"
     default = Precision.FP32.value
     parser.add_argument(
-        "--adapter-precision", choices=choices, default=default, help=f"{what} (default {default})"
+        "--adapter-precision",
+        choices=[each.value for each in PRECISIONS],
+        default=default,
+        help=f"how adapters outside the graphs store their floats (default {default})",
     )
 
 
@@ -53,24 +58,28 @@ def named_folder(text: str, option: str = "") -> tuple[str, Path]:
     name, separator, folder = text.partition("=")
     if not separator and (Path(text) / SETTINGS).is_file():
         return read_settings(Path(text)).app, Path(text)
-    if not name or not folder:
-        found = (
-            ""
-            if separator
-            else f"no {SETTINGS} names its app; "
-            if Path(text).is_dir()
-            else "no such folder; "
-        )
+    if name and folder:
+        return name, Path(folder)
+    given = f"{option} {text}".strip()
+    if not separator and Path(text).is_dir():
         raise InputError(
-            f"{option} {text}: {found}expected NAME=DIR, the app's name and its adapter folder".strip()
+            f"{given}: no {SETTINGS} names its app; expected NAME=DIR, the app's name and its "
+            "adapter folder"
         )
-    return name, Path(folder)
+    if not separator:
+        raise InputError(
+            f"{given}: no such folder; expected NAME=DIR, the app's name and its adapter folder"
+        )
+    raise InputError(f"{given}: expected NAME=DIR, the app's name and its adapter folder")
 
 
-def add_threads(parser: argparse.ArgumentParser, what: str = "CPU threads") -> None:
-    threads = whole(0, MAX_THREADS)
+def add_threads(parser: argparse.ArgumentParser, text: str = "CPU threads") -> None:
     parser.add_argument(
-        "--threads", type=threads, default=0, metavar="N", help=f"{what} (default 0: all cores)"
+        "--threads",
+        type=whole(0, MAX_THREADS),
+        default=0,
+        metavar="N",
+        help=f"{text} (default 0: all cores)",
     )
 
 
@@ -89,8 +98,11 @@ def prepare_frameworks(threads: int = 0) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
-    what = "threads sleep while they wait: slower on an idle machine, kinder to other programs"
-    parser.add_argument("--no-spinning", action="store_true", help=what)
+    parser.add_argument(
+        "--no-spinning",
+        action="store_true",
+        help="threads sleep while they wait: slower on an idle machine, kinder to other programs",
+    )
     parser.add_argument(
         "--no-kernels", action="store_true", help="do not use what `ssdevice kernels` built"
     )
@@ -105,9 +117,12 @@ def add_special_tokens(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace, profile: bool = False) -> EngineOptions:
     """The options that ``add_engine`` declared."""
-    spinning = not args.no_spinning
-    kernels = not args.no_kernels
-    return EngineOptions(threads=args.threads, spinning=spinning, profile=profile, kernels=kernels)
+    return EngineOptions(
+        threads=args.threads,
+        spinning=not args.no_spinning,
+        profile=profile,
+        kernels=not args.no_kernels,
+    )
 
 
 def open_bundle(args: argparse.Namespace, folder: Path | None = None) -> Bundle:
@@ -135,8 +150,12 @@ def open_session(args: argparse.Namespace, profile: bool = False) -> Session:
 
 def add_verify_at(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a model on a server").add_argument
-    what = "this bundle drafts, and a server (serve --verify) chooses; while it is away, this bundle goes on alone"
-    add("--verify-at", metavar="URL", help=what)
+    add(
+        "--verify-at",
+        metavar="URL",
+        help="this bundle drafts, and a server (serve --verify) chooses; while it is away, this "
+        "bundle goes on alone",
+    )
     add("--verify-key-file", type=Path, metavar="FILE", help="a file with the server's key")
     add(
         "--verify-drafts",
@@ -184,9 +203,10 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least or (most is not None and value > most):
-            expected = f"{least} or more" if most is None else f"{least} to {most}"
-            raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
+        if most is None and value < least:
+            raise argparse.ArgumentTypeError(f"{text}, expected {least} or more")
+        if most is not None and not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}, expected {least} to {most}")
         return value
 
     return parse

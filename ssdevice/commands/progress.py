@@ -23,9 +23,15 @@ class Progress:
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
-        self._printed = self._began = self._moved = time.monotonic()
-        self._stage = self._detail = ""
-        self._first = self._done = self._total = 0
+        now = time.monotonic()
+        self._printed = now
+        self._began = now
+        self._moved = now
+        self._stage = ""
+        self._detail = ""
+        self._first = 0
+        self._done = 0
+        self._total = 0
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._status: Status | None = None
@@ -75,7 +81,9 @@ class Progress:
             from rich.markup import escape
 
             self._status.update(escape(self.line()))
-        elif (now := time.monotonic()) - self._printed >= LINE_SECONDS:
+            return
+        now = time.monotonic()
+        if now - self._printed >= LINE_SECONDS:
             self._printed = now
             print(self.line(), file=sys.stderr, flush=True)
 
@@ -84,8 +92,10 @@ class Progress:
         longer than that.
         """
         share = (self._done - self._first) / max(1, self._total - self._first)
+        if share <= 0:
+            return None
         since = time.monotonic() - self._moved
-        return (self._moved - self._began) / share * (1 - share) - since if share > 0 else None
+        return (self._moved - self._began) / share * (1 - share) - since
 
     def line(self) -> str:
         """``export 37/100, 52 s so far, about 80 s left: write the graphs, step_plain``; never 0 s

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         refuse_ignored(args, "it goes with --json", "--logprobs")
     sampling_of(args)
-    messages = None if args.messages is None else checked(read_json(args.messages))
-    examples = (
-        _examples(args)
-        if messages is None
-        else [Example(messages[-1]["content"], system=args.system)]
-    )
+    messages = None
+    if args.messages is not None:
+        messages = checked(read_json(args.messages))
+    examples = _examples(args, messages)
     with open_session(args) as session:
         sampling = sampling_of(args, session.bundle)
         template = dict(args.template_arg)
@@ -111,7 +109,7 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
 
     ``seconds``: prefill and decoding; ``accepted``: tokens of each step.
     """
-    return {
+    found = {
         "prompt": prompt,
         "text": answer.text,
         "tokens": answer.tokens,
@@ -121,10 +119,14 @@ def as_json(prompt: str, answer: Generation) -> dict[str, Any]:
         "ttft_seconds": round(answer.prefill_seconds, 6),
         "prompt_tokens": answer.prompt_tokens,
         "reason": answer.reason,
-        **({"inexact": True} if answer.inexact else {}),
-        **({"alone": answer.alone} if answer.alone else {}),
-        **({"logprobs": [asdict(each) for each in answer.logprobs]} if answer.logprobs else {}),
     }
+    if answer.inexact:
+        found["inexact"] = True
+    if answer.alone:
+        found["alone"] = answer.alone
+    if answer.logprobs:
+        found["logprobs"] = [asdict(each) for each in answer.logprobs]
+    return found
 
 
 def summary(answer: Generation) -> str:
@@ -138,13 +140,22 @@ def summary(answer: Generation) -> str:
         parts += [f"{answer.tokens_per_second:.1f} tokens/s"]
     if answer.alone:
         parts.append(f"{count(answer.alone, 'token')} without the server")
-    return f"[{', '.join(parts)}; {answer.reason}{'; inexact: typical acceptance' if answer.inexact else ''}]"
+    end = f"; {answer.reason}"
+    if answer.inexact:
+        end += "; inexact: typical acceptance"
+    return f"[{', '.join(parts)}{end}]"
 
 
-def _examples(args: argparse.Namespace) -> list[Example]:
+def _examples(
+    args: argparse.Namespace, messages: Sequence[Mapping[str, Any]] | None
+) -> list[Example]:
+    """The prompts; of a conversation, its last message."""
+    if messages is not None:
+        return [Example(messages[-1]["content"], system=args.system)]
     if args.data is not None:
         return read_examples(args.data, args.limit, require_completion=False)
-    return [Example(_stdin() if args.prompt == STDIN else args.prompt, system=args.system)]
+    prompt = _stdin() if args.prompt == STDIN else args.prompt
+    return [Example(prompt, system=args.system)]
 
 
 def _stdin() -> str:
@@ -182,10 +193,10 @@ class Trace:
 
     def line(self, run: Run) -> Text:
         """The line of the next step: its number, how many tokens it emitted, and the tokens."""
-        line = Text(
-            f"{self._steps:>4}  +{len(run.tokens):<2} " if self._steps else "prefill   ",
-            style=MARGIN,
-        )
+        margin = "prefill   "
+        if self._steps:
+            margin = f"{self._steps:>4}  +{len(run.tokens):<2} "
+        line = Text(margin, style=MARGIN)
         drafts = run.drafts.tolist() if run.drafts is not None else []
         tree = self._tree.levels(len(drafts))  # a short step has fewer
         path = accepted_path(tree, drafts, run.tokens)
@@ -199,10 +210,10 @@ class Trace:
                 drafts[depth - 1][node[-1]] for node in beyond if len(node) == depth
             )
             text = ALTERNATIVES.join(map(self._text, rejected))
+            if self._console.color_system is None:
+                text = f"[{text}]"
             line.append(" ")
-            line.append(
-                text if self._console.color_system is not None else f"[{text}]", style=REJECTED
-            )
+            line.append(text, style=REJECTED)
         return line
 
     def _text(self, token: int) -> str:

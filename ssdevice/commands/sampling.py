@@ -49,8 +49,9 @@ HELP = {
     "logprobs": (int, "with --json: log-probabilities of each token and of the N likeliest"),
 }
 
+FILE = "FILE"
 STRUCTURES: dict[str, tuple[str, str, Callable[[Any], Structure]]] = {
-    "json_schema": ("FILE", "answer in JSON that fits this JSON schema", Structure.json_schema),
+    "json_schema": (FILE, "answer in JSON that fits this JSON schema", Structure.json_schema),
     "json_object": ("", "answer with a JSON object", lambda _: Structure.json_object()),
     "regex": (
         "RE",
@@ -58,25 +59,25 @@ STRUCTURES: dict[str, tuple[str, str, Callable[[Any], Structure]]] = {
         Structure.regex,
     ),
     "grammar": (
-        "FILE",
+        FILE,
         "answer in the language of this Lark grammar, such as FILE.lark",
         Structure.lark,
     ),
 }
+"""By field of the options: the value that is given, its help, and what makes the structure."""
 MAX_STRUCTURE_BYTES = 4 << 20
 
 
 def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
     """Declare what answers need; they end after ``most`` tokens by default."""
     add = parser.add_argument
-    what = "argument of the chat template, such as enable_thinking=false; may be repeated"
     add(
         "--template-arg",
         type=_named_json,
         action="append",
         default=[],
         metavar="NAME=JSON",
-        help=what,
+        help="argument of the chat template, such as enable_thinking=false; may be repeated",
     )
     add(
         "--max-tokens",
@@ -106,9 +107,10 @@ def add_answers(parser: argparse.ArgumentParser, most: int) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "choice of tokens",
-        "for bundles that were exported with --choose host. Without these options the likeliest token is chosen; once "
-        f"one of --sample, {', '.join(map(flag, DRAWING))} is given, what the others do not say is as the model's "
-        "generation_config.json recommends, and the temperature 1 where it names none",
+        "for bundles that were exported with --choose host. Without these options the likeliest "
+        f"token is chosen; once one of --sample, {', '.join(map(flag, DRAWING))} is given, what "
+        "the others do not say is as the model's generation_config.json recommends, and the "
+        "temperature 1 where it names none",
     )
     add = group.add_argument
     add("--sample", action="store_true", help="sample as the model recommends")
@@ -123,13 +125,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="add X to a token's logit",
     )
     form = group.add_mutually_exclusive_group()
-    for name, (what, text, _) in STRUCTURES.items():
-        if not what:
+    for name, (value, text, _) in STRUCTURES.items():
+        if not value:
             form.add_argument(flag(name), action="store_true", help=text)
-        else:
-            form.add_argument(
-                flag(name), type=Path if what == "FILE" else str, metavar=what, help=text
-            )
+            continue
+        kind = Path if value == FILE else str
+        form.add_argument(flag(name), type=kind, metavar=value, help=text)
 
 
 def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampling | None:
@@ -164,9 +165,11 @@ def sampling_of(args: argparse.Namespace, bundle: Bundle | None = None) -> Sampl
 
 
 def _structure_of(args: argparse.Namespace) -> Structure | None:
-    for name, (what, _, make) in STRUCTURES.items():
-        if (given := getattr(args, name)) not in (None, False):
-            return _named(given, make) if what == "FILE" else make(given)
+    for name, (value, _, make) in STRUCTURES.items():
+        given = getattr(args, name)
+        if given in (None, False):
+            continue
+        return _named(given, make) if value == FILE else make(given)
     return None
 
 

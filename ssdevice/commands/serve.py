@@ -48,15 +48,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"address to listen on (default {LOOPBACK}); needs a key",
     )
     add("--key-file", type=Path, metavar="FILE", help="a file with the key that requests must bear")
-    what = f"requests that may wait while one is answered (default {WAITING}); others are told to come back"
-    add("--queue", type=whole(0, 10_000), default=WAITING, metavar="N", help=what)
-    what = f"verify drafts of devices (run --verify-at), with a KV cache for each of the last N (default {DEVICES})"
-    add("--verify", type=whole(1, 256), nargs="?", const=DEVICES, default=0, metavar="N", help=what)
+    add(
+        "--queue",
+        type=whole(0, 10_000),
+        default=WAITING,
+        metavar="N",
+        help=f"requests that may wait while one is answered (default {WAITING}); others are told "
+        "to come back",
+    )
+    add(
+        "--verify",
+        type=whole(1, 256),
+        nargs="?",
+        const=DEVICES,
+        default=0,
+        metavar="N",
+        help="verify drafts of devices (run --verify-at), with a KV cache for each of the last N "
+        f"(default {DEVICES})",
+    )
     add_special_tokens(parser)
     add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Answer requests until interrupted."""
     key = key_in(args.key_file, "--key-file")
     local = _is_loopback(args.host)
     if key is None and not local:

@@ -61,6 +61,8 @@ def _text(name: str, value: Any, between: str = ", ") -> str:
         )
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return between.join(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--freeze-lora",
         action="store_true",
-        help="shared mode with --init: train only what streams have of their own; answers stay the same",
+        help="shared mode with --init: train only what streams have of their own; answers stay "
+        "the same",
     )
     add("--limit", type=positive, metavar="N", help="use only the first N rows")
     add = parser.add_argument_group("self-distillation").add_argument
@@ -93,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--self-prompt",
         type=positive,
         metavar="N",
-        help="no data: the model writes N prompts and its greedy answers, kept as OUT/self_prompts.jsonl",
+        help="no data: the model writes N prompts and its greedy answers, kept as "
+        "OUT/self_prompts.jsonl",
     )
     add(
         "--answer-tokens",
@@ -117,14 +119,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-rank",
         type=int,
         metavar="RANK",
-        help=f"streams also see the token just chosen, through factors of this rank (default {TOKEN_RANK}; 0, the "
-        "paper's: no)",
+        help="streams also see the token just chosen, through factors of this rank (default "
+        f"{TOKEN_RANK}; 0, the paper's: no)",
     )
     add(
         "--follow-rank",
         type=int,
         metavar="RANK",
-        help="a draft also sees the one before it, by a term of this rank (default 0, the paper's: no)",
+        help="a draft also sees the one before it, by a term of this rank (default 0, the "
+        "paper's: no)",
     )
     add("--lora-rank", type=int, help="LoRA rank in shared mode (default 32)")
     add("--adapter-rank", type=int, help="stream adapter rank in lossless mode (default 8)")
@@ -137,20 +140,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-layers",
         type=int,
         metavar="N",
-        help="N layers of its own that draft one token after the other, in lossless mode, instead of streams in the "
-        "top layers (default 0)",
+        help="N layers of its own that draft one token after the other, in lossless mode, instead "
+        "of streams in the top layers (default 0)",
     )
     add(
         "--draft-vocabulary",
         type=int,
         metavar="N",
-        help="streams choose among the N most used tokens; 0: all (default: 8192 for a large vocabulary)",
+        help="streams choose among the N most used tokens; 0: all (default: 8192 for a large "
+        "vocabulary)",
     )
     add = parser.add_argument_group("recipe").add_argument
     add(
         "--recipe",
         choices=[r.value for r in Recipe],
-        help="ours (default); paper: the successor's lossless streams and loss; paper-v1: 2402.11131's",
+        help="ours (default); paper: the successor's lossless streams and loss; paper-v1: "
+        "2402.11131's",
     )
     add(
         "--objective",
@@ -177,15 +182,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--by-reach",
         action=argparse.BooleanOptionalAction,
-        help="a guess counts by how likely the streams before it are right (default if answers stay, as in lossless "
-        "mode and with --freeze-lora; else all count alike)",
+        help="a guess counts by how likely the streams before it are right (default if answers "
+        "stay, as in lossless mode and with --freeze-lora; else all count alike)",
     )
     add(
         "--soft-labels",
         type=float,
         metavar="SHARE",
-        help="share of a stream's loss that learns the model's own probabilities, not the next token "
-        "(default 0)",
+        help="share of a stream's loss that learns the model's own probabilities, not the next "
+        "token (default 0)",
     )
     add(
         "--max-length",
@@ -231,9 +236,8 @@ def run(args: argparse.Namespace) -> int:
             setattr(args, name, value)
     options = _options(args)
     _check_effect(args, options)
-    worker = (
-        int(os.environ.get("RANK", "0")) > 0
-    )  # torchrun starts several processes, and only the first prints
+    # torchrun starts several processes, and only the first prints.
+    worker = int(os.environ.get("RANK", "0")) > 0
     prepare_frameworks(args.threads)
     try:
         with disk_errors(args.out), Progress(args.quiet or worker) as progress:
@@ -253,41 +257,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> TrainOptions:
-    names = (each.name for each in fields(TrainOptions))
-    given: dict[str, Any] = {
-        name: value for name in names if (value := getattr(args, name, None)) is not None
-    }
-    made = {
-        "data": tuple(args.data),
-        "streams": _streams(args),
-        "objective": Objective(args.objective),
-    }
-    made["recipe"] = Recipe(args.recipe or Recipe.OURS)
-    return TrainOptions(**given | made)
+    given: dict[str, Any] = {}
+    for each in fields(TrainOptions):
+        value = getattr(args, each.name, None)
+        if value is not None:
+            given[each.name] = value
+    given["data"] = tuple(args.data)
+    given["streams"] = _streams(args)
+    given["objective"] = Objective(args.objective)
+    given["recipe"] = Recipe(args.recipe or Recipe.OURS)
+    return TrainOptions(**given)
 
 
 def _check_effect(args: argparse.Namespace, options: TrainOptions) -> None:
+    """Raise InputError for an option that this run would not heed."""
     lossless = options.streams.mode is Mode.LOSSLESS
     layers = options.streams.msa_layers
-    writes = options.self_distill or options.self_prompt is not None
-    for ignored, why, names in (
-        (
-            options.objective is Objective.NEXT_TOKEN,
-            "next-token training has no streams",
-            OF_STREAMS,
-        ),
-        (lossless, "in lossless mode main rows have no LoRA of this training", ("--lora-rank",)),
-        (not lossless and layers, "streams have adapters in lossless mode", ("--adapter-rank",)),
-        (
-            not lossless or not layers,
-            "MSA layers have adapters in lossless mode",
-            ("--stream-mlp",),
-        ),
-        (options.self_prompt is not None, "there are no rows of --data", ("--limit",)),
-        (not writes, "it goes with --self-distill or --self-prompt", ("--answer-tokens",)),
-    ):
-        if ignored:
-            refuse_ignored(args, why, *names)
+    if options.objective is Objective.NEXT_TOKEN:
+        refuse_ignored(args, "next-token training has no streams", *OF_STREAMS)
+    if lossless:
+        refuse_ignored(
+            args, "in lossless mode main rows have no LoRA of this training", "--lora-rank"
+        )
+    elif layers:
+        refuse_ignored(args, "streams have adapters in lossless mode", "--adapter-rank")
+    if not lossless or not layers:
+        refuse_ignored(args, "MSA layers have adapters in lossless mode", "--stream-mlp")
+    if options.self_prompt is not None:
+        refuse_ignored(args, "there are no rows of --data", "--limit")
+    elif not options.self_distill:
+        refuse_ignored(args, "it goes with --self-distill or --self-prompt", "--answer-tokens")
 
 
 def _streams(args: argparse.Namespace) -> StreamConfig:

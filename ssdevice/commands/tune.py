@@ -47,8 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trial.add_argument(
         "--quant", choices=QUANTS, help=f"how weights are stored (default {DEFAULT_QUANT})"
     )
-    what = "nodes of the trees to export and time, which are those to choose from (default: 3, γ + 1, 8, 16)"
-    trial.add_argument("--sizes", type=_sizes, metavar="N,N,..", help=what)
+    trial.add_argument(
+        "--sizes",
+        type=_sizes,
+        metavar="N,N,..",
+        help="nodes of the trees to export and time, which are those to choose from (default: 3, "
+        "γ + 1, 8, 16)",
+    )
     add("--data", type=Path, required=True, metavar="FILE", help="prompts: use training rows")
     add(
         "--limit",
@@ -64,8 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="per answer (default 64)",
     )
-    what = "also time the steps of this bundle: the same model with another tree or schedule; may be repeated"
-    add("--cost-of", type=Path, action="append", default=[], metavar="BUNDLE", help=what)
+    add(
+        "--cost-of",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="BUNDLE",
+        help="also time the steps of this bundle: the same model with another tree or schedule; "
+        "may be repeated",
+    )
     add(
         "--cost-table",
         type=Path,
@@ -157,11 +169,10 @@ def _bundles(
     something else than the first one's would.
     """
     others = [opening.open_bundle(args, other) for other in args.cost_of]
-    own = (
-        [opening.open_bundle(args)]
-        if args.bundle is not None
-        else _trials(args, table, examples, folder, report)
-    )
+    if args.bundle is not None:
+        own = [opening.open_bundle(args)]
+    else:
+        own = _trials(args, table, examples, folder, report)
     first = own[0].manifest
     for bundle in [*own, *others]:
         found = bundle.manifest
@@ -202,17 +213,18 @@ def _trials(
     app = opening.named_folder(args.adapter, "--adapter")
     streams = read_settings(app[1]).streams
     gamma = streams.gamma
-    sizes = (
-        [WIDEST]
-        if table is not None
-        else sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
-    )
-    trees = list({tree.size: tree for tree in (_tree(gamma, size) for size in sizes)}.values())
-    schedules = (Schedule.DEFERRED, Schedule.FUSED)[
-        : 1 if table is not None or streams.waits else 2
-    ]
+    sizes = sorted(args.sizes or {3, gamma + 1, 8, WIDEST}, reverse=True)
+    schedules = [Schedule.DEFERRED]
+    if table is not None:
+        sizes = [WIDEST]
+    elif not streams.waits:
+        schedules.append(Schedule.FUSED)
+    trees: dict[int, Tree] = {}
+    for size in sizes:
+        tree = _tree(gamma, size)
+        trees[tree.size] = tree
     plans = []
-    for schedule, tree in product(schedules, trees):
+    for schedule, tree in product(schedules, trees.values()):
         options = ExportOptions(
             model=args.model,
             target=args.target or targets.DEFAULT,
@@ -261,7 +273,8 @@ def _found(choices: list[Choice], table: CostTable, narrow: bool) -> dict[str, A
     notes = ["no tree is faster than plain decoding on these prompts"] if lost else []
     if narrow:
         notes += [
-            "this bundle drafts one candidate per stream; export with --tree full:k=3,depth=2 for wider trees"
+            "this bundle drafts one candidate per stream; export with --tree full:k=3,depth=2 for "
+            "wider trees"
         ]
     return {
         "costs": to_json(table),

@@ -1,7 +1,7 @@
 """``ssdevice verify``: whether a bundle is intact and computes what it promises."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from ssdevice.commands.progress import Progress
 from ssdevice.commands.shown import show
 from ssdevice.config import to_json
 from ssdevice.contract import VERIFY
-from ssdevice.data import read_examples
+from ssdevice.data import Example, read_examples
 from ssdevice.errors import InputError, ParityError, needs_extra
 from ssdevice.export.target import export_target
 from ssdevice.progress import Report, count
@@ -70,8 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"per answer (default {MAX_TOKENS})",
     )
-    what = "sample each prompt with N seeds of every sampler, where the host chooses (default: with one)"
-    add("--seeds", type=opening.positive, metavar="N", help=what)
+    add(
+        "--seeds",
+        type=opening.positive,
+        metavar="N",
+        help="sample each prompt with N seeds of every sampler, where the host chooses (default: "
+        "with one)",
+    )
     add("--model", metavar="DIR", help="the base of the bundle: also compare with torch")
     add("--adapter", type=Path, metavar="DIR", help="the app's adapter folder, with --model")
     add(
@@ -118,9 +123,9 @@ def _comparisons(
     """
     limit = args.limit or LIMIT
     options = opening.engine_options(args)
-    examples = (
-        read_examples(args.data, limit, require_completion=False) if args.data is not None else ()
-    )
+    examples: Sequence[Example] = ()
+    if args.data is not None:
+        examples = read_examples(args.data, limit, require_completion=False)
     folder = _reference(args, bundle)
     other = _other_bundle(args, bundle)
 

@@ -122,10 +122,12 @@ def site(bundle: Bundle, runtime: Path | None = None) -> Site:
     for name in RUNTIME:
         file = (runtime or sources / MODULES) / name
         if not file.is_file():
-            wanted = json.loads((sources / "package.json").read_text("utf-8"))["dependencies"]
-            packages = " ".join(f"{package}@{version}" for package, version in wanted.items())
-            how = f"run `make web` in a checkout, or `npm install {packages}` anywhere and pass --runtime {MODULES}"
-            raise InputError(f"{file} is missing: {how}")
+            listed = json.loads((sources / "package.json").read_text("utf-8"))["dependencies"]
+            packages = " ".join(f"{package}@{version}" for package, version in listed.items())
+            raise InputError(
+                f"{file} is missing: run `make web` in a checkout, or `npm install {packages}` "
+                f"anywhere and pass --runtime {MODULES}"
+            )
         files[f"runtime/{file.name}"] = file
     return files | {
         f"bundle/{name}": bundle.folder / name for name in (*manifest.files, MANIFEST_FILE)
@@ -165,7 +167,8 @@ def page(files: Site, headers: Mapping[str, str]) -> "Guard":
     from ssdevice.serve.metrics import Metrics
 
     async def answer(request: Request) -> Response:
-        if (path := request.path_params["path"] or "index.html") not in files:
+        path = request.path_params["path"] or "index.html"
+        if path not in files:
             return PlainTextResponse("Not Found", 404)
         kind = TYPES.get(PurePosixPath(path).suffix, "application/octet-stream")
         return FileResponse(files[path], headers=headers, media_type=kind)

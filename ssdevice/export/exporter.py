@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from ssdevice.bundle.manifest import AdapterKind, App
+from ssdevice.bundle.manifest import NAME, AdapterKind, App
 from ssdevice.config import Schedule
 from ssdevice.contract import ONE_ROW, CacheForm
+from ssdevice.errors import InputError
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.progress import Report
+from ssdevice.rules import check_rule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from ssdevice.model.loading import LoadedModel
 
 
-FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
+FOLDED = (
+    "stream rows have separate weights in the MSA layers: the stream adapters are folded into a "
+    "copy"
+)
 """The note in a bundle whose job was ``folded``."""
 
 
@@ -168,7 +173,8 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
     functions of one row.
     """
     if plan.merged:
-        return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
+        [app] = plan.apps
+        return {app.name: {name: name for name in plan.function_names}}
     table: dict[str, Names] = {}
     taken = set(plan.function_names)
     for app in plan.apps:
@@ -183,6 +189,23 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
         taken.update(names.values())
         table[app.name] = names
     return table
+
+
+def check_functions(plan: ExportPlan) -> None:
+    """Raise InputError for apps that cannot be functions of one file.
+
+    All functions share a cache, so no app may have more layers than another; and the name of an app
+    is part of its functions' names, which have a limit.
+    """
+    for app in plan.apps:
+        if not plan.merged and app.draft_layers:
+            raise InputError(
+                f"{app.folder}: streams of draft layers cannot share a bundle with other apps yet: "
+                "export this app by itself, or train it with --draft-layers 0"
+            )
+    for owner, names in function_names(plan).items():
+        for name in names.values():
+            check_rule(f"--adapter {owner}=: the name of its function", name, NAME)
 
 
 def app_results(plan: ExportPlan, table: Mapping[str, Names]) -> dict[str, App]:

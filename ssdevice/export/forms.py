@@ -106,7 +106,8 @@ def _attention(asked: Attending) -> Tensor:
 
 def _norm(module: nn.Module) -> nn.Module | None:
     """torch's own RMS norm for one of a family."""
-    if (kind := norm_kind(module)) is None or kind.centered:
+    kind = norm_kind(module)
+    if kind is None or kind.centered:
         return None
     made = nn.RMSNorm(kind.scale.shape, kind.eps)
     made.weight = kind.scale
@@ -152,14 +153,17 @@ def call(
     if name in ONE_ROW:
         last, length = given
         given = last, torch.zeros(0, 1, dtype=torch.int32), length
-    if isinstance(made := module(*given, past), Tensor):
+    made = module(*given, past)
+    if isinstance(made, Tensor):
         return (made,), []
     if isinstance(made, Prefill):
         return (made.token, made.drafts), made.rows
     if isinstance(made, Verified):
         return (made.logits, made.states), made.rows
     outputs = (made.tokens,) if name == PLAIN else (made.tokens, made.count, made.drafts)
-    return (*outputs, made.logits) if logits else outputs, made.rows
+    if logits:
+        outputs = (*outputs, made.logits)
+    return outputs, made.rows
 
 
 def stack(rows: Sequence[KeyValue]) -> Tensor:
@@ -185,8 +189,6 @@ def function_module(
         return StepModule(model.plain(), Tree.root_only(), 1, Schedule.DEFERRED)
     if name == DRAFT:
         return DraftModule(model, g.k)
-    return (
-        VerifyModule(model, g.tree, g.k)
-        if name == VERIFY
-        else VerifyModule(model, Tree.root_only(), 1)
-    )
+    if name == VERIFY:
+        return VerifyModule(model, g.tree, g.k)
+    return VerifyModule(model, Tree.root_only(), 1)

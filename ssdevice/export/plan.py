@@ -143,18 +143,27 @@ class ExportPlan:
         return replace(self, apps=(app,), geometry=self.geometry.plain)
 
     @property
+    def calibrated_instruction(self) -> str:
+        """The instruction before the rows to calibrate with: that of the only app.
+
+        What separate apps share is calibrated without any.
+        """
+        return self.apps[0].instruction if self.merged else ""
+
+    @property
     def function_names(self) -> tuple[str, ...]:
         """The contract's functions in this export."""
         names: tuple[str, ...] = contract.GREEDY if self.geometry.short else contract.FUNCTIONS
-        names = names if self.geometry.gamma else (contract.PREFILL, contract.PLAIN)
+        if not self.geometry.gamma:
+            names = (contract.PREFILL, contract.PLAIN)
         if not self.geometry.hidden:
             return names
-        verify = (
-            (contract.VERIFY, contract.VERIFY_PLAIN)
-            if self.geometry.gamma
-            else (contract.VERIFY_PLAIN,)
-        )
-        return (*names, *verify, *((contract.DRAFT,) if self.settings is not None else ()))
+        if self.geometry.gamma:
+            names = (*names, contract.VERIFY)
+        names = (*names, contract.VERIFY_PLAIN)
+        if self.settings is not None:
+            names = (*names, contract.DRAFT)
+        return names
 
     def functions(self, cache: CacheForm, cache_dtype: str) -> dict[str, FunctionSpec]:
         """The specs of the functions in this export."""
@@ -204,12 +213,13 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     Raises InputError, which names the value that cannot be used.
     """
     from ssdevice.export.calibration.calibrate import chosen_rows
+    from ssdevice.export.crosscheck.check import SKIPPED
     from ssdevice.export.crosscheck.generation import check_settings, model_sampling
+    from ssdevice.export.crosscheck.prompts import compare_prompts
     from ssdevice.export.phrases import read_phrases
-    from ssdevice.model.loading import POSITION_MARGIN, load, load_base, read_config, resolve_folder
+    from ssdevice.model.loading import load_base, read_config, resolve_folder
     from ssdevice.model.stored import stored_tensors
     from ssdevice.model.tokenizer import shared_tokenizer
-    from ssdevice.text.tokenizer import check_instruction
 
     merged = len(options.adapters) <= 1 and not options.slots
     _check_form(options, target, merged)
@@ -218,20 +228,100 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     stored_tensors(folder)  # damaged headers are found before whole files are hashed
     calibration = tuple(chosen_rows(options.calibrate)) if options.calibrate else ()
     identity = BaseIdentity.of(folder, config)
-    apps = tuple(
-        _app(name, adapter, identity, config, merged) for name, adapter in options.adapters
+    apps = _apps(options, identity, config, merged)
+    geometry = _geometry(options, target, apps, merged, config)
+    schedule = _schedule(options, target, apps)
+    base = load_base(folder, values=False)
+    tokenizer, tokenizer_folder, notes = shared_tokenizer(
+        folder, [app.folder for app in apps], identity.vocab
     )
-    if not merged or not apps:  # with separate adapters the base comes for free
-        apps = (
-            *apps,
-            *(
-                []
-                if BASE_APP in {a.name.lower() for a in apps}
-                else [AppPlan(None, None, False, BASE_APP)]
-            ),
+    compared: tuple[str, ...] = (SKIPPED,)
+    if options.cross_check:
+        compared = compare_prompts(tokenizer, tokenizer_folder)
+    phrases = b""
+    if options.phrases:
+        instruction = apps[0].instruction
+        phrases = read_phrases(options.phrases, tokenizer, instruction, identity.vocab)
+    plan = ExportPlan(
+        options=options,
+        folder=folder,
+        identity=identity,
+        apps=apps,
+        merged=merged,
+        geometry=geometry,
+        schedule=schedule,
+        parameters=base.parameters,
+        bits=target.bits[options.quant],
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        calibration=calibration,
+        notes=(
+            *compared,
+            *check_settings(tokenizer, folder, options.choose),
+            *_longer(options.context, config),
+            *base.notes,
+            *notes,
+        ),
+        sampling=model_sampling(folder, identity.vocab) if options.choose else None,
+        phrases=phrases,
+    )
+    _check_plan(plan, target)
+    return plan
+
+
+def _check_plan(plan: ExportPlan, target: "Exporter") -> None:
+    """Raise InputError for what a later stage of the export would refuse.
+
+    A check that a stage makes and that needs no values of weights belongs here.
+    """
+    from ssdevice.export.calibration.rows import tokenized
+    from ssdevice.export.manifest import check_manifest
+    from ssdevice.model.loading import load
+    from ssdevice.text.tokenizer import check_instruction
+
+    options = plan.options
+    for app in plan.apps:
+        load(
+            plan.folder,
+            app.folder,
+            options.context,
+            plan.of(app).geometry.gamma or None,
+            plan.merged,
+            identity=plan.identity,
+            values=False,
         )
-    if twice := repeated_name(app.name.lower() for app in apps):
+        check_instruction(plan.tokenizer, app.name, app.instruction, options.context)
+    tokenized(plan.calibration, plan.tokenizer, plan.calibrated_instruction, options.context)
+    target.check(plan)
+    check_manifest(plan)
+
+
+def _apps(
+    options: ExportOptions, identity: BaseIdentity, config: Any, merged: bool
+) -> tuple[AppPlan, ...]:
+    """The apps of the adapters, and the base where it comes for free: alone, and beside separate
+    adapters.
+    """
+    apps = [_app(name, adapter, identity, config, merged) for name, adapter in options.adapters]
+    names = [app.name.lower() for app in apps]
+    if not apps or (not merged and BASE_APP not in names):
+        apps.append(AppPlan(None, None, False, BASE_APP))
+    twice = repeated_name(names)
+    if twice is not None:
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
+    return tuple(apps)
+
+
+def _geometry(
+    options: ExportOptions,
+    target: "Exporter",
+    apps: tuple[AppPlan, ...],
+    merged: bool,
+    config: Any,
+) -> Geometry:
+    """The bundle's sizes. Raises ConfigError for a tree, a chunk or a context that do not fit."""
+    from ssdevice.model.loading import POSITION_MARGIN
+
     tree = _tree(options, apps, merged, target.repeats)
     chunk = options.chunk or target.chunk
     if chunk + tree.depth + 2 > POSITION_MARGIN:
@@ -240,7 +330,8 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         )
     if options.context < 2 * tree.emitted:
         raise ConfigError(
-            f"--context {options.context} cannot hold a prompt and 2 steps of {tree.emitted} tokens each"
+            f"--context {options.context} cannot hold a prompt and 2 steps of {tree.emitted} "
+            "tokens each"
         )
     heads = int(config.num_attention_heads)
     streams = any(app.settings for app in apps)
@@ -259,47 +350,10 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     )
     if options.phrases and (streams or not geometry.gamma):
         raise ConfigError(
-            "--phrases are drafts without streams: they need a --tree, such as chain:4, and no streams"
+            "--phrases are drafts without streams: they need a --tree, such as chain:4, and no "
+            "streams"
         )
-    schedule = _schedule(options, target, apps)
-    base = load_base(folder, values=False)
-    tokenizer, tokenizer_folder, notes = shared_tokenizer(
-        folder, [app.folder for app in apps], identity.vocab
-    )
-    plan = ExportPlan(
-        options,
-        folder,
-        identity,
-        apps,
-        merged,
-        geometry,
-        schedule,
-        base.parameters,
-        target.bits[options.quant],
-        tokenizer,
-        tokenizer_folder,
-        calibration,
-        (
-            *check_settings(tokenizer, folder, options.choose),
-            *_longer(options.context, config),
-            *base.notes,
-            *notes,
-        ),
-        model_sampling(folder, identity.vocab) if options.choose else None,
-        read_phrases(options.phrases, tokenizer, apps[0].instruction, identity.vocab)
-        if options.phrases
-        else b"",
-    )
-    if options.schedule is not None and plan.settings is None:
-        raise ConfigError(
-            "--schedule needs an adapter with streams: without one there is nothing to schedule"
-        )
-    for app in apps:
-        gamma = plan.of(app).geometry.gamma or None
-        load(folder, app.folder, options.context, gamma, merged, identity=identity, values=False)
-        check_instruction(tokenizer, app.name, app.instruction, options.context)
-    target.check(plan)
-    return plan
+    return geometry
 
 
 def _longer(context: int, config: Any) -> tuple[str, ...]:
@@ -307,11 +361,9 @@ def _longer(context: int, config: Any) -> tuple[str, ...]:
     it is refused.
     """
     known = getattr(config, "max_position_embeddings", None)
-    return (
-        ()
-        if known is None or context <= known
-        else (f"{LONGER}: {context} tokens, {known} positions",)
-    )
+    if known is None or context <= known:
+        return ()
+    return (f"{LONGER}: {context} tokens, {known} positions",)
 
 
 def _check_form(options: ExportOptions, target: "Exporter", merged: bool) -> None:
@@ -328,12 +380,13 @@ def _check_form(options: ExportOptions, target: "Exporter", merged: bool) -> Non
         raise ConfigError(f"--choose host: target {options.form} chooses tokens in the graph only")
     if merged and options.adapter_precision is not Quant.FP32:
         raise ConfigError(
-            "--adapter-precision is for separate adapters; a single one is merged, unless with --slots"
+            "--adapter-precision is for separate adapters; a single one is merged, unless with "
+            "--slots"
         )
     if not merged and not target.several_apps:
-        wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
+        asked = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
         raise ConfigError(
-            f"{wanted}: one merged adapter per {options.form} bundle; export a bundle for each app"
+            f"{asked}: one merged adapter per {options.form} bundle; export a bundle for each app"
         )
 
 
@@ -359,17 +412,21 @@ def _schedule(options: ExportOptions, target: "Exporter", apps: tuple[AppPlan, .
     """
     trained = [(app.name, app.settings) for app in apps if app.settings is not None]
     waiting = [name for name, settings in trained if settings.streams.waits]
+    if options.schedule is not None and not trained:
+        raise ConfigError(
+            "--schedule needs an adapter with streams: without one there is nothing to schedule"
+        )
     if waiting and options.schedule is Schedule.FUSED:
         raise ConfigError(
-            f"--schedule fused: the streams of {waiting[0]!r} see the token that verification chooses (token_rank), so "
-            "they run after it: omit --schedule"
+            f"--schedule fused: the streams of {waiting[0]!r} see the token that verification "
+            "chooses (token_rank), so they run after it: omit --schedule"
         )
+    if waiting:
+        return Schedule.DEFERRED
+    if options.schedule is not None:
+        return options.schedule
     papers = trained and all(s.training.get("recipe", "ours") != "ours" for _, s in trained)
-    return (
-        Schedule.DEFERRED
-        if waiting
-        else options.schedule or (Schedule.FUSED if papers else target.schedule)
-    )
+    return Schedule.FUSED if papers else target.schedule
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repeats: int) -> Tree:
@@ -381,8 +438,8 @@ def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repea
         tree = options.tree or Tree.chain(repeats if merged else 0)
         if tree.size > 1 and not (tree.is_chain and merged):
             raise ConfigError(
-                "--tree without an adapter with streams: drafts then repeat the text, which takes a chain "
-                "such as chain:4 and a bundle of one app without --slots"
+                "--tree without an adapter with streams: drafts then repeat the text, which takes "
+                "a chain such as chain:4 and a bundle of one app without --slots"
             )
         return tree
     if options.tree is None:
@@ -392,6 +449,7 @@ def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repea
     for name, gamma in gammas.items():
         if options.tree.depth > gamma:
             raise ConfigError(
-                f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} streams"
+                f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} "
+                "streams"
             )
     return options.tree

@@ -1,22 +1,19 @@
 """The stages of an export in order. A failure in any of them leaves nothing behind."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 
-from ssdevice import __version__
 from ssdevice.bundle.folder import Bundle, BundleWriter
-from ssdevice.bundle.manifest import AdapterKind, CacheDtype, Manifest, ModelIdentity
-from ssdevice.export.calibration.calibrate import calibrated_job, calibration_notes, smoothed_job
-from ssdevice.export.crosscheck.check import SKIPPED, check_export
-from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
+from ssdevice.export.calibration.calibrate import calibrated_job, smoothed_job
+from ssdevice.export.crosscheck.check import check_export
+from ssdevice.export.exporter import Exporter, ExportJob
+from ssdevice.export.manifest import make_manifest
 from ssdevice.export.plan import ExportOptions, ExportPlan, make_plan
 from ssdevice.export.target import exporter
 from ssdevice.memory import free_memory
 from ssdevice.progress import Report
 from ssdevice.runtime import phrases
-from ssdevice.text.chat_template import PLAIN_PROMPT
 from ssdevice.text.tokenizer import TOKENIZER_FILE, TOKENIZER_ROLE
 
 COLLECT_AFTER = 100_000
@@ -46,7 +43,9 @@ class Whole:
 
     def begin(self, name: str) -> None:
         """Begin the next of the ``STAGES``."""
-        self._name, self._begun, self._share = name, self._begun + self._share, STAGES[name]
+        self._name = name
+        self._begun += self._share
+        self._share = STAGES[name]
         self(name, 0, 1, "")
 
     def __call__(self, _: str, done: int, total: int, detail: str) -> None:
@@ -74,7 +73,8 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
         whole.begin("load the model")
         job = ExportJob.of(plan, whole)
         whole.begin("compare with transformers")
-        notes = check_export(job) if options.cross_check else (SKIPPED,)
+        if options.cross_check:
+            check_export(job)
         job = target.prepare(job)
         whole.begin("calibrate")
         job = calibrated_job(smoothed_job(job, target), target)
@@ -89,7 +89,7 @@ def export_plan(plan: ExportPlan, target: Exporter, report: Report) -> Bundle:
             writer.add_file(phrases.FILE, plan.phrases, phrases.ROLE)
         for role, path in result.files.items():
             writer.declare(path, role)
-        return writer.commit(make_manifest(plan, result, parity, notes))
+        return writer.commit(make_manifest(plan, result, parity))
 
 
 @contextmanager
@@ -103,46 +103,3 @@ def fewer_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def make_manifest(
-    plan: ExportPlan, result: TargetResult, parity: Mapping[str, float], notes: tuple[str, ...]
-) -> Manifest:
-    """The bundle's manifest, without ``files`` and ``roles``, which the writer fills; ``notes``: to
-    begin with.
-    """
-    identity = plan.identity
-    chat = plan.tokenizer.chat
-    streams = plan.settings.streams if plan.settings is not None else None
-    apps = tuple(
-        app.entry(app.name, identity.sha256, AdapterKind.MERGED)
-        if plan.merged
-        else result.apps[app.name]
-        for app in plan.apps
-    )
-    plain = PLAIN_PROMPT if plan.tokenizer.plain else None
-    return Manifest(
-        tools={"ssdevice": __version__, **{name: version(name) for name in result.tools}},
-        model=ModelIdentity(parameters=sum(plan.parameters.values()), **vars(identity)),
-        target=plan.options.target,
-        precision=plan.options.quant,
-        mode=streams.mode if streams is not None else None,
-        schedule=plan.schedule,
-        cache=result.cache,
-        cache_dtype=CacheDtype(result.cache_dtype),
-        geometry=plan.geometry,
-        msa_layers=streams.msa_layers if streams is not None else 0,
-        functions=tuple(plan.functions(result.cache, result.cache_dtype).values()),
-        chat=chat,
-        apps=apps,
-        default_app=apps[0].name,
-        calibrated_rows=len(plan.calibration),
-        sampling=plan.sampling,
-        notes=tuple(
-            filter(
-                None,
-                (*notes, plain, chat.note, *plan.notes, *calibration_notes(plan), *result.notes),
-            )
-        ),
-        parity=dict(parity),
-    )

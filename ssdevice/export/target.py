@@ -57,14 +57,12 @@ class TargetOptions:
     @classmethod
     def parse(cls, args: Namespace) -> Self | None:
         """The options in parsed arguments; None if none was given. Raises ConfigError."""
-        given = {
-            name: value for name in cls.texts if (value := getattr(args, name)) not in (None, False)
-        }
-        return (
-            cls(**{name: type(getattr(cls, name))(value) for name, value in given.items()})
-            if given
-            else None
-        )
+        given = {}
+        for name in cls.texts:
+            value = getattr(args, name)
+            if value not in (None, False):
+                given[name] = type(getattr(cls, name))(value)
+        return cls(**given) if given else None
 
     def refused(self, target: str) -> ConfigError:
         """The error of a target that does not have these options."""

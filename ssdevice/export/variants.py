@@ -46,13 +46,17 @@ def variants_of(
 
 
 def check_slots(plan: ExportPlan) -> None:
-    """Raise InputError if slots beside the linears of the layers could not hold an app's LoRA."""
+    """Raise InputError for an app that slots beside the linears of the layers could not hold."""
     layers = f"{family_of(plan.identity.model_type).layers_path}."
-    for folder in (app.folder for app in plan.apps if app.folder is not None and app.has_lora):
-        for kind, name in AdapterWeights.read(folder).factors:
+    for app in plan.apps:
+        if app.folder is None:
+            continue
+        for kind, name in AdapterWeights.read(app.folder).factors:
             if kind is SlotKind.LORA and not name.startswith(layers):
-                what = f"its LoRA changes {name}, slots are for linears of layers"
-                raise UnsupportedModelError(f"{folder}: {what}: export this app by itself")
+                raise UnsupportedModelError(
+                    f"{app.folder}: its LoRA changes {name}, slots are for linears of layers: "
+                    "export this app by itself"
+                )
 
 
 def template(job: ExportJob, variant: Variant) -> ExportJob:

@@ -120,7 +120,8 @@ def _tensors(file: Path, most: int) -> dict[str, NDArray[Any]]:
         raise InputError(f"{file}: no such file")
     if file.stat().st_size > most:
         raise InputError(
-            f"{file} has {file.stat().st_size} bytes, a conversation of this bundle has at most {most}"
+            f"{file} has {file.stat().st_size} bytes, a conversation of this bundle has at most "
+            f"{most}"
         )
     tensors = read_tensors(file)
     if tensors.keys() != {DESCRIPTION, ROWS, HASH} or tensors[DESCRIPTION].nbytes > MAX_DESCRIPTION:
@@ -140,9 +141,7 @@ def _identity(bundle: Bundle) -> str:
 
 def _check_target(bundle: Bundle) -> None:
     if bundle.manifest.cache is not CacheForm.EXTERNAL:
-        others = (
-            "only conversations of bundles with an external cache (ONNX) can be saved and resumed"
-        )
         raise InputError(
-            f"{bundle.folder}: {bundle.manifest.target} keeps the KV cache inside its graphs; {others}"
+            f"{bundle.folder}: {bundle.manifest.target} keeps the KV cache inside its graphs; only "
+            "conversations of bundles with an external cache (ONNX) can be saved and resumed"
         )

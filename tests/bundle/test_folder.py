@@ -96,7 +96,10 @@ def damage(file: Path) -> None:
 
 
 def link(file: Path, to: str) -> None:
-    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+    if file.is_dir():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
     file.symlink_to(to)
 
 

@@ -75,27 +75,30 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
             value = parent[last]
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took it away
-        if not isinstance(parent, (dict, list)):
-            continue
-        kind = draw(st.sampled_from(["replace", "replace", "nudge", "remove", "add", "swap"]))
-        if kind == "replace":
-            parent[last] = draw(VALUES)
-        elif kind == "nudge" and type(value) is int:
-            parent[last] = value + draw(st.sampled_from([-1, 1]))
-        elif kind == "nudge" and isinstance(value, str):
-            parent[last] = value + draw(st.sampled_from(["\n", "\0", "x", "/..", " ", "é"]))
-        elif kind == "remove":
-            del parent[last]
-        elif isinstance(parent, list):
-            if kind == "swap":
-                parent.reverse()
-            else:
-                parent.insert(last, copy.deepcopy(value))
-        elif kind == "swap":
-            parent[draw(st.text(max_size=10))] = parent.pop(last)
-        else:
-            parent[draw(st.text(max_size=10))] = value
+        if isinstance(parent, (dict, list)):
+            change(draw, parent, last, value)
     return document
+
+
+def change(draw: st.DrawFn, parent: Any, last: Any, value: Any) -> None:
+    """Change one value in its object or list, in place."""
+    kind = draw(st.sampled_from(["replace", "replace", "nudge", "remove", "add", "swap"]))
+    if kind == "replace":
+        parent[last] = draw(VALUES)
+    elif kind == "nudge" and type(value) is int:
+        parent[last] = value + draw(st.sampled_from([-1, 1]))
+    elif kind == "nudge" and isinstance(value, str):
+        parent[last] = value + draw(st.sampled_from(["\n", "\0", "x", "/..", " ", "é"]))
+    elif kind == "remove":
+        del parent[last]
+    elif isinstance(parent, list) and kind == "swap":
+        parent.reverse()
+    elif isinstance(parent, list):
+        parent.insert(last, copy.deepcopy(value))
+    elif kind == "swap":
+        parent[draw(st.text(max_size=10))] = parent.pop(last)
+    else:
+        parent[draw(st.text(max_size=10))] = value
 
 
 def one_line(error: BundleError) -> bool:

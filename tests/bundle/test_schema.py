@@ -97,8 +97,9 @@ def manifest_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Manifest of an ssdevice bundle",
-        "description": "manifest.json. Readers also check what a schema cannot say: that functions follow from the "
-        "geometry, that names do not collide, and that apps and roles refer to listed files.",
+        "description": "manifest.json. Readers also check what a schema cannot say: that functions "
+        "follow from the geometry, that names do not collide, and that apps and roles refer to "
+        "listed files.",
         **top,
         "$defs": dict(sorted(definitions.items())),
     }

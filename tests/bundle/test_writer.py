@@ -17,6 +17,7 @@ import pytest
 from ssdevice.bundle.folder import Bundle, BundleWriter
 from ssdevice.errors import BundleError, ConfigError, InputError, SSDeviceError
 from tests.bundle.samples import CONTENT, FOLDER, edit_manifest, fill, sample_manifest, write_sample
+from tests.runtime.tiny_bundle import tiny_bundle
 
 
 def names(folder: Path) -> list[str]:
@@ -132,6 +133,71 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert names(tmp_path) == []
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from ssdevice.bundle.folder import Bundle, BundleWriter
+from ssdevice.bundle.staging import disk_errors, write_json
+from ssdevice.commands.web import write
+from ssdevice.errors import InputError
+from ssdevice.runtime.session import Session
+
+bundle = Bundle.open(sys.argv[1])
+with Session.open(bundle) as session:
+    list(session.generate("hello", max_tokens=4))
+    session.save("old.cache")
+    old = Path("old.cache").read_bytes()
+    large = Path("large.bin")
+    large.write_bytes(bytes(9000))
+
+    def bundled(content):
+        with BundleWriter("new.bundle") as writer:
+            writer.add_file("a.bin", content)
+
+    def library(out):  # as safetensors says it
+        with disk_errors(out):
+            raise RuntimeError("I/O error: File too large (os error 27)")
+
+    writers = {
+        "saved": lambda: session.save("old.cache"),
+        "new": lambda: session.save("new.cache"),
+        "json": lambda: write_json(Path("new.json"), ["x" * 9000]),
+        "bytes": lambda: bundled(bytes(9000)),
+        "copied": lambda: bundled(large),
+        "site": lambda: write({"large.bin": large}, Path("new.site")),
+        "library": lambda: library(Path("new.lib")),
+    }
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    for name, write_it in writers.items():
+        try:
+            write_it()
+        except InputError as error:
+            print(name, error, flush=True)
+    assert Path("old.cache").read_bytes() == old
+"""
+
+
+WRITERS = ("saved", "new", "json", "bytes", "copied", "site", "library")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of Unix")
+def test_a_file_beyond_a_limit_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tiny_bundle().folder)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert [name for name, _ in said] == [*WRITERS]
+    for name, message in said:
+        assert "could not be written: File too large for a limit of this process" in message, name
+    assert names(tmp_path) == ["large.bin", "old.cache"]
+
+
 def test_what_was_written_is_listed_and_roles_and_apps_have_their_files(tmp_path: Path) -> None:
     with BundleWriter(tmp_path / "bundle") as writer:
         fill(writer)
@@ -219,7 +285,7 @@ from tests.bundle.samples import write_sample
 
 out = Path(sys.argv[1])
 EVENTS = ("open", "os.", "shutil.")
-os.fsync = lambda handle: None  # a killed process loses nothing that it wrote; only this test is faster
+os.fsync = lambda handle: None  # a killed process loses nothing that it wrote
 
 def write(number, stop):
     """Write version ``number`` and die at the stop-th event of the file system."""

@@ -157,6 +157,6 @@ def test_an_app_of_core_ml_needs_another_export(
     (line,) = capsys.readouterr().err.splitlines()
     assert "functions of one package" in line
     assert (
-        "ssdevice export --model BASE --target coreml --quant int8 --adapter sql=DIR --adapter tables=adapters/tables "
-        f"--out {tmp_path / 'bundle'} --overwrite"
+        "ssdevice export --model BASE --target coreml --quant int8 --adapter sql=DIR --adapter "
+        f"tables=adapters/tables --out {tmp_path / 'bundle'} --overwrite"
     ) in line

@@ -77,6 +77,38 @@ def test_a_pipe_gives_a_message_a_line(
     )
 
 
+LINES = [
+    (['"""', "hello", "  b", '"""'], "hello\n  b"),
+    (['"""hello', 'b"""'], "hello\nb"),
+    (['"""hello"""'], "hello"),
+    (['"""', "/save a.json", "", "> x", '"""  '], "/save a.json\n\n> x"),
+    (["hello\nb"], "hello\nb"),  # as a terminal gives what is pasted
+    (["/usr/bin\n/etc"], "/usr/bin\n/etc"),
+    (['say """', "never"], 'say """'),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), LINES)
+def test_lines_between_quotes_and_pasted_lines_are_one_message(
+    lines: list[str], message: str
+) -> None:
+    found = chat.messages((line, "here") for line in lines)
+    assert next(found) == message
+
+
+def test_a_message_of_several_lines_comes_from_a_pipe(
+    bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ("hello", '"""', "b", "", "/reset", '"""', "/save a.json")
+    assert talk(monkeypatch, bundle, *said) == 0
+    saved = json.loads(Path("a.json").read_text())
+    assert [each["content"] for each in saved[::2]] == ["hello", "b\n\n/reset"]
+    capsys.readouterr()
+    assert talk(monkeypatch, bundle, "hello", '"""', "b") == 2
+    wrong = 'standard input, line 2: the message that begins with """ has no end'
+    assert wrong in capsys.readouterr().err
+
+
 def test_a_conversation_is_saved_reset_and_loaded(
     bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,11 +302,23 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(
             before, screen = screen, b""
             return before
 
-        assert b"/help lists the commands" in until(rb"> $")
+        begun = until(rb"> $")
+        assert b"/help lists the commands" in begun
+        assert b"\x1b[?2004h" in begun, "the terminal is asked to mark what is pasted"
         os.write(user_end, b"/nonsense\n")
         assert b"error: unknown command /nonsense" in until(rb"> $")
         os.write(user_end, b"/save " + b"x" * 300 + b"\n")
         assert b"File name too long" in until(rb"> $")
+        os.write(user_end, b"\x1b[200~/x\rhello\nb\x1b[201~")
+        until(rb"hello")
+        os.write(user_end, b"\r")
+        until(rb"; \w+\]\s+(\x1b\S+)?> $")
+        os.write(user_end, b"/save pasted.json\r")
+        until(rb"pasted.json\s+(\x1b\S+\s*)?(\x1b\S+)?> $")
+        pasted, _ = json.loads(Path("pasted.json").read_text())
+        assert pasted == user("/x\nhello\nb")
+        os.write(user_end, b"/reset\r")
+        until(rb"reset\s+(\x1b\S+\s*)?(\x1b\S+)?> $")
         os.write(user_end, prompt.encode() + b"\n")
         assert (GREEN in until(rb"; \w+\]\s+(\x1b\S+)?> $")) == colours
         for _ in range(

@@ -119,8 +119,20 @@ def test_a_number_that_means_nothing_is_refused_by_the_name_of_its_option(
             "run b",
             "one of the arguments --prompt --data --messages is required; see ssdevice run --help",
         ),
-        ("run b --prompt a --nonsense", "unrecognized arguments: --nonsense; see ssdevice --help"),
+        (
+            "run b --prompt a --unheard-of",
+            "unrecognized arguments: --unheard-of; see ssdevice run --help",
+        ),
+        ("run b --promt a", "arguments: --promt (did you mean --prompt?); see ssdevice run --help"),
+        ("run b --promt=a", "arguments: --promt (did you mean --prompt?); see ssdevice run --help"),
+        ("run b c --prompt a", "unrecognized arguments: c; see ssdevice run --help"),
+        ("bundle sign b --kye k", "--kye (did you mean --key?); see ssdevice bundle sign --help"),
+        ("bundle --dbug sign b", "--dbug (did you mean --debug?); see ssdevice bundle --help"),
+        ("bundle sgin b", "ACTION: invalid choice: 'sgin' (did you mean sign?)"),
+        ("--verson", "--verson (did you mean --version?); see ssdevice --help"),
         ("nonsense", "invalid choice: 'nonsense'"),
+        ("exprot", "argument COMMAND: invalid choice: 'exprot' (did you mean export?)"),
+        ("export --model m --target onx", "invalid choice: 'onx' (did you mean onnx?)"),
         ("bundle", "the following arguments are required: ACTION; see ssdevice bundle --help"),
         (
             "bundle sign b",
@@ -135,6 +147,22 @@ def test_wrong_usage_is_one_line(
     assert call(*given.split()) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_misspelled_option_of_any_command_is_told_the_nearest(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything else is missing, so that the misspelled option is what is named."""
+    parser = argparse.ArgumentParser()
+    command_module(command).add_arguments(parser)
+    options = [name for action in parser._actions for name in action.option_strings]
+    for option in {*options, "--debug"} - {"-h"}:
+        wrong = f"{option[:-1]}qq"
+        assert call(command, wrong) == 2
+        said = capsys.readouterr().err
+        assert f"unrecognized arguments: {wrong} (did you mean --" in said
+        assert f"; see ssdevice {command} --help" in said
 
 
 @pytest.fixture

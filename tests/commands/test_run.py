@@ -8,13 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ssdevice.cli import main
+from ssdevice.commands import inspect
 from ssdevice.commands.run import Trace
+from ssdevice.contract import DRAFT, VERIFY, VERIFY_PLAIN, functions
 from ssdevice.runtime.generation import Run
 from ssdevice.tree import Tree
 from tests.runtime import tiny_bundle as tiny
@@ -185,6 +189,43 @@ def test_inspect_tells_what_is_inside(bundle: str, capsys: pytest.CaptureFixture
         and found["memory"]["kv_cache_per_token"] == 256
     )
     assert found["bytes"] == sum(found["files"].values())
+
+
+TOOLS = "{% for t in tools or [] %}<tool_call>{{ t }}</tool_call>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("change", "abilities"),
+    [
+        ({}, ("streams", False, False, False)),
+        ({"streams": False}, ("nothing", False, False, False)),
+        ({"streams": False, "repeats": True}, ("the text", False, False, False)),
+        ({"choose": True}, ("streams", True, False, False)),
+        ({"template": TOOLS}, ("streams", False, True, True)),
+        ({"template": TOOLS.replace("tool_call", "call")}, ("streams", False, True, False)),
+        ({"template": "{% if"}, ("streams", False, False, False)),
+    ],
+)
+def test_inspect_says_what_a_session_can_do(
+    change: dict[str, Any], abilities: tuple[Any, ...]
+) -> None:
+    manifest = tiny.tiny_bundle(streams=change.get("streams", True)).manifest
+    geometry = manifest.geometry
+    names = {spec.name for spec in manifest.functions}
+    if "repeats" in change:
+        geometry = replace(geometry, gamma=4, k=1, tree=Tree.chain(4))
+    if "choose" in change:
+        geometry = replace(geometry, hidden=manifest.model.hidden_size)
+        names |= {VERIFY, VERIFY_PLAIN, DRAFT}
+    specs = functions(geometry, manifest.cache, manifest.cache_dtype)
+    own = tuple(spec for name, spec in specs.items() if name in names)
+    manifest = replace(manifest, geometry=geometry, functions=own)
+    if "template" in change:
+        manifest = replace(manifest, chat=replace(manifest.chat, template=change["template"]))
+    found = inspect.abilities(manifest)
+    assert tuple(found.values()) == abilities
+    assert list(found) == ["drafts", "samples", "reads_tools", "reads_calls"]
+    assert f"drafts from {abilities[0]}; " in inspect.abilities_line(manifest)
 
 
 def test_verify_compares_arms_and_torch(

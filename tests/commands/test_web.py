@@ -18,6 +18,7 @@ from ssdevice.cli import main
 from ssdevice.commands import web
 from ssdevice.commands.web import HEADERS, page
 from ssdevice.contract import CacheForm, functions
+from ssdevice.errors import InputError
 from ssdevice.serve.names import LOOPBACK
 from ssdevice.text.chat_template import ChatFormat
 from tests.bundle.samples import fill, sample_manifest, write_sample
@@ -252,6 +253,6 @@ def test_a_page_is_written_whole_and_not_into_the_bundle(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("shutil.copyfile", full)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(InputError, match="site: Input/output error"):
         web.write({"a": bundle.folder / "manifest.json"}, out)
     assert not out.exists() and not list(tmp_path.glob(".site*"))

@@ -4,6 +4,7 @@ weight is read.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -18,8 +19,11 @@ from torch import Tensor
 
 from ssdevice.bundle.manifest import LONGER
 from ssdevice.cli import main
+from ssdevice.config import Mode
+from ssdevice.errors import ConfigError, InputError
 from ssdevice.export import stages
 from ssdevice.model.loading import load_hf
+from tests.export.models import write_adapter, write_lora
 from tests.model.tiny import tiny_model
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n"
@@ -168,7 +172,7 @@ BASES: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
             )(folder),
         ),
         (),
-        "special_tokens_map.json: 'additional_special_tokens' has tables of flags, which transformers",
+        "special_tokens_map.json: 'additional_special_tokens' has tables of flags, which",
     ),
     "an unread tensor": (
         weights_changed(lambda w: w.update(scale=torch.ones(1))),
@@ -396,6 +400,146 @@ def test_a_lora_for_which_there_are_no_slots_is_refused_by_both(
     _refused_by_both(base, tmp_path, given, "slots are for linears", capsys, monkeypatch)
 
 
+SHARED: dict[str, tuple[dict[str, int], str]] = {
+    "a draft vocabulary": ({"draft_vocabulary": 64}, "streams that choose among 64 tokens cannot"),
+    "a draft vocabulary over a LoRA": (
+        {"draft_vocabulary": 64, "lora": 3},
+        "lossless streams over a LoRA cannot share",
+    ),
+    "drafts that follow": ({"follow_rank": 4}, "streams whose drafts follow each other"),
+    "layers of its own": (
+        {"msa_layers": 0, "adapter_rank": 0, "draft_layers": 1},
+        "streams of draft layers cannot share",
+    ),
+    "a LoRA below": ({"lora": 3}, "lossless streams over a LoRA cannot share"),
+}
+"""Adapters that fit only into a bundle of their own: what is special, and what is said."""
+
+
+TARGETS = [
+    *((case, target) for case in SHARED for target in ("onnx", "executorch")),
+    ("layers of its own", "coreml"),  # whose apps are functions, of their own graphs but one cache
+    ("a LoRA below", "coreml"),
+]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("case", "target"), TARGETS)
+def test_an_adapter_that_cannot_share_a_bundle_is_refused_by_both(
+    base: Path,
+    lossless: Path,
+    tmp_path: Path,
+    case: str,
+    beside: bool,
+    target: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options, said = SHARED[case]
+    streams = {name: value for name, value in options.items() if name != "lora"}
+    adapter = write_adapter(tmp_path / "adapter", base, Mode.LOSSLESS, **streams)
+    if "lora" in options:
+        write_lora(adapter, base, rank=options["lora"])
+    others = ("--adapter", f"other={lossless}") if beside else ("--slots",)
+    quant = "fp16" if target == "coreml" else "fp32"
+    given = ("--adapter", f"app={adapter}", *others, "--target", target, "--quant", quant)
+    _refused_by_both(base, tmp_path, given, said, capsys, monkeypatch)
+
+
+def test_rows_that_the_template_refuses_are_refused_by_both(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    written(TEMPLATE, refusing + EACH)(folder)
+    rows = tmp_path / "rows.jsonl"
+    roles = ("system", "user", "assistant")
+    messages = [{"role": role, "content": "a b"} for role in roles]
+    rows.write_text(json.dumps({"messages": messages}))
+    given = ("--quant", "int4", "--calibrate", str(rows))
+    said = "the chat template takes no system message"
+    _refused_by_both(folder, tmp_path, given, said, capsys, monkeypatch)
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_refused_by_both(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: object) -> None:
+        raise InputError("the tokenizer differs from that of transformers")
+
+    monkeypatch.setattr("ssdevice.export.crosscheck.prompts.compare_prompts", wrong)
+    _refused_by_both(base, tmp_path, (), "differs from that of transformers", capsys, monkeypatch)
+    with pytest.raises(AssertionError, match="0"):
+        _refused_by_both(base, tmp_path, ("--no-cross-check",), "", capsys, monkeypatch)
+
+
+def test_more_than_a_manifest_holds_is_refused_by_both(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as 257 apps; which rules there are is for the tests of the manifest."""
+
+    def refuse(**given: object) -> None:
+        assert len(given) > 15
+        raise ConfigError("apps has 257 entries, expected 1 to 256")
+
+    monkeypatch.setattr("ssdevice.export.manifest.Manifest", refuse)
+    said = "no bundle can hold this: apps has 257 entries, expected 1 to 256"
+    _refused_by_both(base, tmp_path, (), said, capsys, monkeypatch)
+
+
+def test_a_name_that_is_too_long_for_functions_is_refused_by_both(
+    base: Path,
+    plain_lora: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("coremltools")
+    name = "a" * 60
+    given = ("--adapter", f"{name}={plain_lora}", "--slots", "--quant", "fp16")
+    said = f"--adapter {name}=: the name of its function has 68 characters, at most 64"
+    _refused_by_both(base, tmp_path, (*given, "--target", "coreml"), said, capsys, monkeypatch)
+
+
+KNOWN_LATER = {
+    "coreml/logits.py": "an exported graph is read",
+    "executorch/lowering.py": "the model's layers are traced",
+    "onnx/exporter.py": "the model's layers are traced",
+    "onnx/graphs.py": "an exported graph is read",
+    "onnx/tracing.py": "the model's layers are traced",
+}
+"""Files of the export that refuse input which no plan can know, and when."""
+KNOWN_BEFORE = {
+    "crosscheck/generation.py",
+    "crosscheck/prompts.py",
+    "executorch/slots.py",
+    "executorch/target.py",
+    "exporter.py",
+    "manifest.py",
+    "mlprogram/options.py",
+    "phrases.py",
+    "plan.py",
+    "target.py",
+    "variants.py",
+}
+"""Files whose refusals the plan raises, or the options before it."""
+
+
+def test_every_refusal_of_an_export_is_known_before_or_named() -> None:
+    """A new refusal has to be called by ``plan._check_plan``; then add its file here."""
+    root = Path(stages.__file__).parent
+    kinds = ("InputError", "ConfigError", "UnsupportedModelError", "BundleError")
+    found = set()
+    for file in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            raised = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(raised, ast.Call) and getattr(raised.func, "id", "") in kinds:
+                found.add(file.relative_to(root).as_posix())
+    assert found - KNOWN_BEFORE - {*KNOWN_LATER} == set()
+    assert (KNOWN_BEFORE | {*KNOWN_LATER}) - found == set()
+
+
 def _refused_by_both(
     base: Path,
     tmp_path: Path,
@@ -425,6 +569,7 @@ def _refused_by_both(
         str(tmp_path / "b"),
         *flags,
     ]
+    capsys.readouterr()  # what making the adapters said
     lines = []
     for mode in (["--dry-run"], []):
         code = main([*command, *mode])
@@ -441,9 +586,9 @@ def test_tensors_that_are_left_out_are_said(
     shutil.copytree(base, folder)
     weights_changed(lambda w: w.update({"mtp.norm.weight": torch.ones(4)}))(folder)
     (note,) = _notes(folder, "96", capsys)
-    assert (
-        note
-        == "not read from the weights: layers that predict further tokens (mtp.norm.weight and 0 more tensors)"
+    assert note == (
+        "not read from the weights: layers that predict further tokens (mtp.norm.weight and 0 more "
+        "tensors)"
     )
 
 

@@ -35,7 +35,7 @@ def export(base: Path, out: Path, *flags: str) -> int:
 
 
 def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
-    """The stage of this number fails as it begins; the ones before it do nothing but leave a file."""
+    """The stage of this number fails as it begins; those before it do nothing but leave a file."""
 
     def begin(_: stages.Whole, name: str) -> None:
         if list(stages.STAGES).index(name) == number:
@@ -69,7 +69,9 @@ def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -
             1,
             "the disk is full",
         ),
-        (OSError(27, "File too large", "weights.bin"), 1, "weights.bin: File too large"),
+        (OSError(27, "File too large"), 2, "b could not be written: File too large for a limit"),
+        (OSError(27, "File too large", "weights.bin"), 2, "weights.bin could not be written: Fi"),
+        (OSError(5, "Input/output error", "weights.bin"), 2, "weights.bin: Input/output error"),
         (MemoryError(), 1, "out of memory"),
         (
             RuntimeError(

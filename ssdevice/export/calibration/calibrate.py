@@ -124,10 +124,10 @@ def calibrated_job(job: ExportJob, target: Exporter) -> ExportJob:
     if not plan.calibration:
         return job
     if plan.merged:
-        _calibrate(job, target, plan.apps[0].instruction)
+        _calibrate(job, target, plan.calibrated_instruction)
         return job
     base = ExportJob.of(plan.of(AppPlan(None, None, False, "")), job.report)
-    _calibrate(base, target, "")
+    _calibrate(base, target, plan.calibrated_instruction)
     backbone = base.loaded.model.backbone
     path = backbone.family.layers_path  # their names in the Hugging Face model
     own = {f"{path}.{name}": weight.data for name, weight in backbone.layers.named_parameters()}

@@ -21,6 +21,7 @@ from ssdevice.export.exporter import (
     ExportJob,
     TargetResult,
     app_results,
+    check_functions,
     function_names,
     jobs,
 )
@@ -94,6 +95,9 @@ class CoreAIExporter(Exporter):
     several_apps = True
     chooses = True
     calibrates = frozenset({Quant.INT4})
+
+    def check(self, plan: ExportPlan) -> None:
+        check_functions(plan)
 
     def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
         return None if factor or linear.in_features % GROUP else INT4_GRID

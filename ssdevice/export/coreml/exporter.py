@@ -14,7 +14,14 @@ from ssdevice.export.coreml.apps import adapter_bytes, compact, growth
 from ssdevice.export.coreml.golden import cases, write_golden
 from ssdevice.export.coreml.shown import CoreMLShown
 from ssdevice.export.driver import EngineDriver
-from ssdevice.export.exporter import ExportJob, TargetResult, app_results, function_names, jobs
+from ssdevice.export.exporter import (
+    ExportJob,
+    TargetResult,
+    app_results,
+    check_functions,
+    function_names,
+    jobs,
+)
 from ssdevice.export.forms import function_module
 from ssdevice.export.mlprogram import ops as coreml_ops
 from ssdevice.export.mlprogram.graph import functional, name_inputs, simplify
@@ -25,7 +32,7 @@ from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matri
 from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compressed, MLProgramExporter, compress
 from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
-from ssdevice.export.plan import AppPlan, Quant
+from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.export.state_form import InternalCacheForm, Write, example_inputs
 from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
@@ -91,6 +98,9 @@ class CoreMLExporter(MLProgramExporter):
     """
 
     several_apps = True
+
+    def check(self, plan: ExportPlan) -> None:
+        check_functions(plan)
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         plan = job.plan
