@@ -215,7 +215,7 @@ def _check_keys(folder: Path, config: Any, found: Any) -> None:
 def _from_library(
     folder: Path, config: Any, weights: dict[str, Tensor] | None, dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    """What transformers makes of a folder or of given ``weights``, and the names that did not fit."""
+    """transformers' model of a folder or of ``weights``, and the names that did not fit."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     wanted: Any = {
