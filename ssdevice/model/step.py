@@ -537,8 +537,10 @@ class StepModule(TreeModule):
         where = torch.cat([positions, at])[None]
         with streams.rows_after(size):
             both, new = model.run_top_layers(both, both, where, both_masks, past)
+        main_states = both[:, :size]
+        stream_states = both[:, size:]
         main_rows = [(keys[:, :, :size], values[:, :, :size]) for keys, values in new]
-        return both[:, :size], both[:, size:], main_rows
+        return main_states, stream_states, main_rows
 
     def _streams_of_main(self, size: int, gamma: int) -> Tensor:
         """Additive mask ``[1, 1, T, T * γ]`` of main rows over streams, of which they see none.
