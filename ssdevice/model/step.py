@@ -260,8 +260,9 @@ class StreamModel(nn.Module):
             at = (node_at + (j + 1))[None]
             seen: Masks = {}
             for window, mask in visible.items():
+                of_draft = mask[:, :, j : j + 1]
                 earlier_drafts = torch.zeros(1, 1, 1, j + 1)
-                seen[window] = torch.cat([mask[:, :, j : j + 1], earlier_drafts], dim=3)
+                seen[window] = torch.cat([of_draft, earlier_drafts], dim=3)
             start = self.draft_start(h, token[None], at, j)
             h, rows = self.backbone.run(*self.drafting, start, self.backbone.rope(at), seen, runs)
             for layer, row in enumerate(rows, self.first_msa):
