@@ -1,5 +1,5 @@
-# make demo | demo-smollm2 | test | swift-test | web | web-test | wide | lowering | check | conformance | readme | fuzz | soak |
-# bench | bench-peers | wheel | clean. The first of them makes .venv; nothing else is needed but Python, and npm for the page of web.
+# make demo | demo-smollm2 | test | swift-test | web | web-test | wide | lowering | check | conformance | readme | research |
+# fuzz | soak | bench | bench-peers | wheel | clean. The first of them makes .venv; nothing else is needed but Python, and npm for the page of web.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -22,7 +22,7 @@ DEMO_ENV := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # Tests start many interpreters; without bytecode each compiles the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-smollm2 test swift-test wide lowering check format conformance readme fuzz soak bench bench-peers web web-test wheel clean
+.PHONY: demo demo-smollm2 test swift-test wide lowering check format conformance readme research fuzz soak bench bench-peers web web-test wheel clean
 
 demo: $(DEMO_ENV)
 	$(BIN)/ssdevice demo
@@ -76,6 +76,12 @@ conformance: $(VENV)/dev.stamp
 
 readme: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q tests/test_documentation.py -m slow
+
+# The experiments of research/, which import the product's internals: nightly, not before every change.
+research: $(VENV)/dev.stamp
+	$(BIN)/ruff check research
+	$(BIN)/ruff format --check research
+	$(BIN)/python -m pytest -q -c research/pyproject.toml --rootdir . research/tests $(PARALLEL)
 
 # Ten thousand hostile bundles, as many for the C++ host and of ExecuTorch, and graphs for the kernels; twenty thousand options and
 # logits for the samplers; SEED=2 for others.

@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: a wheel holds our kernels, compiled, if there is a C++ compiler where it is built.
+"""What pyproject.toml cannot say: a wheel holds our kernels, compiled.
 
-Such a wheel fits any Python of its platform. ``SSDEVICE_PURE_WHEEL=1`` builds one without kernels, for every platform.
+That takes a C++ compiler where the wheel is built. Such a wheel fits any Python of its platform.
+``SSDEVICE_PURE_WHEEL=1`` builds one without kernels, for every platform.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ class BuildWithKernels(build_py):
         super().run()
         if PURE or self.editable_mode:
             return
-        sys.path.insert(
-            0, str(Path(self.build_lib).resolve())
-        )  # the package as it will be installed
+        # The package is imported as it will be installed.
+        sys.path.insert(0, str(Path(self.build_lib).resolve()))
         from ssdevice.errors import InputError
         from ssdevice.runtime.onnx import kernels
 
@@ -40,8 +40,9 @@ class PlatformWheel(bdist_wheel):
     """A wheel for any Python of one platform, or of all platforms if it has no kernels."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        built = any(Path(self.bdist_dir).rglob("kernels-*"))
-        return ("py3", "none", super().get_tag()[2] if built else "any")
+        has_kernels = any(Path(self.bdist_dir).rglob("kernels-*"))
+        platform = super().get_tag()[2] if has_kernels else "any"
+        return ("py3", "none", platform)
 
 
 class WithKernels(Distribution):

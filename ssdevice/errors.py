@@ -44,8 +44,9 @@ class MissingExtraError(InputError):
 
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
-    """In this context a package that is not installed is a MissingExtraError: the extra ``name``
-    has it.
+    """In this context a package that is not installed is a MissingExtraError.
+
+    ``name``: the extra that has the package.
     """
     try:
         yield
@@ -87,15 +88,16 @@ REFUSALS = (
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, with those that it announces, or the error's
-    type if it is empty.
+    """The first line of another library's message; the error's type if the message is empty.
+
+    A line that ends with a colon announces the next one, which then belongs to it.
     """
     if isinstance(error, LookupError):  # it says little but the key
         return f"{type(error).__name__}: {error}"
     said = ""
-    for line in filter(None, map(str.strip, str(error).splitlines())):
-        said = f"{said} {line}".strip()
-        if not said.endswith(":"):
+    for line in str(error).splitlines():
+        said = f"{said} {line.strip()}".strip()
+        if said and not said.endswith(":"):
             break
     return said.removesuffix(":") or type(error).__name__
 
@@ -106,13 +108,11 @@ def typed_line(error: BaseException) -> str:
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a Git LFS pointer begins: the small text that stands for a large file until that is fetched."""
+"""How a Git LFS pointer begins: a small text in the place of a large file that is not fetched."""
 
 
 def check_no_pointer(file: Path) -> None:
-    """Raise InputError for a Git LFS pointer in the place of a file; a file of another kind, or
-    none, is fine.
-    """
+    """Raise InputError for a Git LFS pointer in the place of a file; any other file is fine."""
     if not file.is_file():  # opening a pipe would block
         return
     with file.open("rb") as stream:
@@ -127,5 +127,6 @@ NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "bad_alloc
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: each library words it differently."""
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-    return told or isinstance(error, MemoryError)
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

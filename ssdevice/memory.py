@@ -22,16 +22,15 @@ def free_memory() -> None:
 
 
 def keep_no_large_blocks() -> None:
-    """Give back every large block as soon as it is freed; glibc otherwise keeps those of up to 32
-    MB between others.
+    """Give back every large block as soon as it is freed.
+
+    glibc otherwise keeps those of up to 32 MB that lie between others.
     """
     _call_glibc("mallopt", MMAP_THRESHOLD, LARGE)
 
 
 def trim_heaps() -> None:
-    """Give back what was freed in the heaps of the C library, which every thread has one of; glibc
-    only.
-    """
+    """Give back what was freed in the C library's heaps, one of each thread (glibc only)."""
     _call_glibc("malloc_trim", ctypes.c_size_t(0))
 
 
@@ -42,16 +41,13 @@ def _call_glibc(name: str, *values: Any) -> None:
 
 def own_peak_mb() -> float:
     """Peak MB (10⁶ bytes) of this process."""
-    with suppress(
-        OSError
-    ):  # on Linux, what getrusage says includes the process that started this one
-        if (
-            found := re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text("ascii"), re.MULTILINE)
-        ) is not None:
+    # On Linux, getrusage includes the process that started this one.
+    with suppress(OSError):
+        found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text("ascii"), re.MULTILINE)
+        if found is not None:
             return int(found[1]) * 1024 / 1e6
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (
-        peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
-    )  # bytes on macOS, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
+    return peak * unit / 1e6

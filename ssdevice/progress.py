@@ -5,7 +5,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Report = Callable[[str, int, int, str], None]
-"""Called with the stage, the number of parts done, the number of parts, and a note (may be empty)."""
+"""Called with the stage, the parts done, the number of parts, and a note (which may be empty)."""
 
 
 def track(report: Report, stage: str, items: Sequence[T]) -> Iterator[T]:
@@ -18,4 +18,6 @@ def track(report: Report, stage: str, items: Sequence[T]) -> Iterator[T]:
 
 def count(number: int, noun: str) -> str:
     """``1 file``, ``2 files``: for nouns whose plural ends in s."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"

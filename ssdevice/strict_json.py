@@ -1,5 +1,6 @@
-"""JSON that all readers interpret alike: no repeated keys, no number or depth that some readers
-refuse.
+"""JSON that all readers interpret alike.
+
+No key is repeated, and no number or depth is one that some readers refuse.
 """
 
 import difflib
@@ -38,7 +39,7 @@ def parse(
     begins with ``where``.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
@@ -48,17 +49,13 @@ def parse(
 
     try:
         text = utf8(data, where, error, "utf-8") if isinstance(data, bytes) else data
-        if depth is not None:  # checked before parsing, because the parser recurses
-            level = 0
-            for found in STRINGS_AND_BRACKETS.finditer(text):
-                level += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-                if level > depth:
-                    raise error(f"{where}: nested deeper than {depth} levels")
-        return json.loads(text, object_pairs_hook=once)
+        if depth is not None and _is_deeper(text, depth):  # before parsing: the parser recurses
+            raise error(f"{where}: nested deeper than {depth} levels")
+        return json.loads(text, object_pairs_hook=unrepeated)
     except json.JSONDecodeError as problem:
-        place = f"line {problem.lineno}, column {problem.colno}"
         raise error(
-            f"{where}: not JSON ({place}: {problem.msg}): {problem.doc.strip()[:60]!r}"
+            f"{where}: not JSON (line {problem.lineno}, column {problem.colno}: {problem.msg}): "
+            f"{problem.doc.strip()[:60]!r}"
         ) from problem
     except ValueError as problem:  # an integer of more digits than Python converts
         raise error(f"{where}: not JSON this tool can use ({problem})") from problem
@@ -69,5 +66,19 @@ def parse(
 def unknown_key(key: str, known: Collection[str]) -> str:
     """What to say of a key that is none of ``known``: the nearest of them, or all."""
     near = difflib.get_close_matches(key, known, 1)
-    hint = f", did you mean {near[0]!r}?" if near else f"; known keys are {', '.join(known)}"
-    return f"unknown key {key[:60]!r}{hint}"
+    if near:
+        return f"unknown key {key[:60]!r}, did you mean {near[0]!r}?"
+    return f"unknown key {key[:60]!r}; known keys are {', '.join(known)}"
+
+
+def _is_deeper(text: str, depth: int) -> bool:
+    """Whether lists and objects in a JSON text are nested deeper than ``depth`` levels."""
+    level = 0
+    for found in STRINGS_AND_BRACKETS.finditer(text):
+        if found[0] in ("[", "{"):
+            level += 1
+        elif found[0] in ("]", "}"):
+            level -= 1
+        if level > depth:
+            return True
+    return False

@@ -1,9 +1,11 @@
 """Targets by name: the modules of their export sides and their runtime sides.
 
-Nothing else in the core knows a target.
+Nothing else in the core knows a target. Another package adds one with an entry point of the group
+``ssdevice.targets``::
 
-Another package adds one with an entry point of the group ``ssdevice.targets``, ``NAME =
-"PACKAGE"``: its modules are ``PACKAGE.export`` and ``PACKAGE.runtime``.
+    NAME = "PACKAGE"
+
+Its modules are then ``PACKAGE.export`` and ``PACKAGE.runtime``.
 """
 
 import importlib
@@ -20,8 +22,9 @@ ENTRY_POINTS = "ssdevice.targets"
 
 @dataclass(frozen=True)
 class Target:
-    """Two modules that define ``TARGET``: ``export`` an ``ExportTarget``, ``runtime`` a
-    ``RuntimeTarget``.
+    """Two modules that define ``TARGET``.
+
+    In ``export`` it is an ``ExportTarget``, in ``runtime`` a ``RuntimeTarget``.
     """
 
     export: str
@@ -59,16 +62,19 @@ def find(name: str) -> Target:
 
 
 def load(module: str) -> Any:
-    """The ``TARGET`` of a module; raises ModuleNotFoundError, or ConfigError for a module that
-    cannot be loaded.
+    """The ``TARGET`` of a module.
+
+    Raises ModuleNotFoundError if there is no such module, ConfigError if it cannot be loaded.
     """
     try:
         return importlib.import_module(module).TARGET
     except Exception as error:  # modules of other packages may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
             raise
-        what = f"{module} cannot be loaded ({first_line(error)})"
-        raise ConfigError(f"{what}; repair or uninstall the package of this target") from error
+        raise ConfigError(
+            f"{module} cannot be loaded ({first_line(error)}); "
+            "repair or uninstall the package of this target"
+        ) from error
 
 
 def _read_entry_points() -> None:

@@ -1,17 +1,20 @@
-"""Draft trees: a fixed topology, and the constant tables for the step graph (2402.11131 section
-3.2.2).
+"""Draft trees: a fixed topology and its constant tables (2402.11131 section 3.2.2).
 
 A tree is a tuple of rank paths in breadth-first order. The path ``(r1, .., rd)`` is the node at
 depth d that is reached by taking candidate r1 of stream 1, candidate r2 of stream 2 and so on;
-``()`` is the root, the last token of the main stream. With γ = 2 streams and k = 2 candidates
-each::
+``()`` is the root, the last token of the main stream.
+
+With γ = 2 streams and k = 2 candidates each, this tree::
 
     ()            node 0, the root
     (0,) (1,)     nodes 1, 2: stream 1's candidates
     (0, 0)        node 3: stream 2's best candidate below node 1
 
-has parents (0, 0, 0, 1), depths (0, 1, 1, 2) and path table ((0, 0, 0), (0, 1, 1), (0, 2, 2), (0,
-1, 3)).
+has these tables::
+
+    parents       (0, 0, 0, 1)
+    depths        (0, 1, 1, 2)
+    path table    ((0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 1, 3))
 """
 
 import json
@@ -65,14 +68,14 @@ class Tree:
             if path and path[:-1] not in known:
                 raise ConfigError(f"tree path {shown} has no parent before it")
             known.add(path)
-        if tuple(sorted(self.paths, key=lambda p: (len(p), p))) != self.paths:
+        if _breadth_first(self.paths) != self.paths:
             raise ConfigError("tree paths are not in breadth-first order; build trees with Tree.of")
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]]) -> Self:
         """The tree with these rank paths in any order; the root may be left out."""
-        unique = {(), *(tuple(path) for path in paths)}
-        return cls(tuple(sorted(unique, key=lambda p: (len(p), p))))
+        unique = {(), *map(tuple, paths)}
+        return cls(_breadth_first(unique))
 
     @classmethod
     def root_only(cls) -> Self:
@@ -118,9 +121,8 @@ class Tree:
                 )
             for d in range(1, len(path) + 1):
                 prefixes[path[:d]] += times
-        best = sorted(
-            (p for p, times in prefixes.items() if times), key=lambda p: (-prefixes[p], len(p), p)
-        )
+        seen = [path for path, times in prefixes.items() if times]
+        best = sorted(seen, key=lambda path: (-prefixes[path], len(path), path))
         return cls.of(best[: size - 1])
 
     @classmethod
@@ -131,19 +133,7 @@ class Tree:
         """
         text = spec.strip()
         if not text.startswith(STARTS):
-            try:
-                content = Path(text).read_text("utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"tree file {text[:200]} is not UTF-8 text") from error
-            except (OSError, ValueError) as error:  # no such file, or no possible name of one
-                raise ConfigError(
-                    f"tree {text[:200]!r}: expected {FORMS}, or a file that holds one"
-                ) from error
-            if not content.startswith(STARTS):  # nor does a file name another: it could name itself
-                raise ConfigError(
-                    f"tree file {text[:200]!r} starts with {content[:40]!r}, expected {FORMS}"
-                )
-            text = content
+            text = _read_spec(text)
         if text.startswith("["):
             try:
                 return cls.of(_paths(json.loads(text)))
@@ -151,12 +141,15 @@ class Tree:
                 raise ConfigError(
                     f"tree {text[:60]!r} is not a JSON list of rank paths: {error}"
                 ) from error
-        if found := re.fullmatch(f"chain:{_SIZE}", text, re.ASCII):
-            return cls.chain(int(found[1]))
-        if found := re.fullmatch(f"full:k={_SIZE},depth={_SIZE}", text, re.ASCII):
-            return cls.full(int(found[1]), int(found[2]))
-        if found := re.fullmatch(f"full:depth={_SIZE},k={_SIZE}", text, re.ASCII):
-            return cls.full(int(found[2]), int(found[1]))
+        chain = re.fullmatch(f"chain:{_SIZE}", text, re.ASCII)
+        if chain is not None:
+            return cls.chain(int(chain[1]))
+        full = re.fullmatch(f"full:k={_SIZE},depth={_SIZE}", text, re.ASCII)
+        if full is not None:
+            return cls.full(k=int(full[1]), depth=int(full[2]))
+        swapped = re.fullmatch(f"full:depth={_SIZE},k={_SIZE}", text, re.ASCII)
+        if swapped is not None:
+            return cls.full(k=int(swapped[2]), depth=int(swapped[1]))
         raise ConfigError(
             f"tree {text[:60]!r}: expected {FORMS}, with numbers that make 1..{MAX_NODES} nodes"
         )
@@ -229,19 +222,23 @@ class Tree:
     @cached_property
     def path_table(self) -> tuple[tuple[int, ...], ...]:
         """[T, A] node indices from the root to each node, padded with the node itself."""
-        return tuple(
-            tuple(self._index[path[: min(d, len(path))]] for d in range(self.emitted))
-            for path in self.paths
-        )
+        table = list[tuple[int, ...]]()
+        for path in self.paths:
+            # A slice that ends beyond the path is the path itself: the padding.
+            table.append(tuple(self._index[path[:depth]] for depth in range(self.emitted)))
+        return tuple(table)
 
     @cached_property
     def ancestors(self) -> tuple[tuple[bool, ...], ...]:
-        """[T, T], true in row i for node i and its ancestors: the tree's part of the mask
-        (2402.11131 eq. 4).
+        """[T, T] the tree's part of the mask: row i is true for node i and its ancestors.
+
+        See 2402.11131 eq. 4.
         """
-        return tuple(
-            tuple(j in path for j in range(self.size)) for path in map(set, self.path_table)
-        )
+        table = list[tuple[bool, ...]]()
+        for path in self.path_table:
+            seen = set(path)
+            table.append(tuple(node in seen for node in range(self.size)))
+        return tuple(table)
 
     def draft_indices(self, k: int) -> tuple[int, ...]:
         """[T] index of each node's token in ``concat(root, drafts[γ, k] row by row)``.
@@ -250,33 +247,69 @@ class Tree:
         """
         if k < self.width:
             raise ConfigError(f"the tree uses candidate {self.width - 1} but streams have k = {k}")
-        return tuple(0 if not path else 1 + (len(path) - 1) * k + path[-1] for path in self.paths)
+        indices = [0]  # the root's
+        for path in self.paths[1:]:
+            stream = len(path) - 1
+            rank = path[-1]
+            indices.append(1 + stream * k + rank)
+        return tuple(indices)
 
 
 def count_paths(answers: Sequence[AnswerRanks]) -> Counter[Ranks]:
     """How often each rank path occurred, cut before the first MISS: see Tree.from_counts."""
-    return Counter(
-        tuple(takewhile(lambda rank: rank < MISS, row)) for answer in answers for row in answer
-    )
+    counts = Counter[Ranks]()
+    for answer in answers:
+        for row in answer:
+            counts[tuple(takewhile(lambda rank: rank < MISS, row))] += 1
+    return counts
 
 
 def tokens_per_step(answers: Sequence[AnswerRanks], tree: Tree) -> float:
     """β for these answers with ``tree``: tokens emitted by steps over steps."""
     known = set(tree.paths)
-    emitted = steps = 0
+    emitted = 0
+    steps = 0
     for answer in answers:
         at = 0
         last = len(answer) - 1
         while at < last:
-            depth = max(d for d in range(tree.depth + 1) if tuple(answer[at][:d]) in known)
-            taken = min(depth + 1, last - at)
-            at, emitted, steps = at + taken, emitted + taken, steps + 1
+            accepted = max(d for d in range(tree.depth + 1) if tuple(answer[at][:d]) in known)
+            taken = min(accepted + 1, last - at)
+            at += taken
+            emitted += taken
+            steps += 1
     return emitted / max(steps, 1)
 
 
+def _breadth_first(paths: Iterable[Ranks]) -> tuple[Ranks, ...]:
+    """Rank paths by depth, and by ranks within a depth."""
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+def _read_spec(name: str) -> str:
+    """The tree in one of the FORMS that a file holds; raises ConfigError."""
+    try:
+        content = Path(name).read_text("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"tree file {name[:200]} is not UTF-8 text") from error
+    except (OSError, ValueError) as error:  # no such file, or no possible name of one
+        raise ConfigError(
+            f"tree {name[:200]!r}: expected {FORMS}, or a file that holds one"
+        ) from error
+    if not content.startswith(STARTS):  # a file names no other file: it could name itself
+        raise ConfigError(
+            f"tree file {name[:200]!r} starts with {content[:40]!r}, expected {FORMS}"
+        )
+    return content
+
+
 def _paths(value: Any) -> list[list[int]]:
-    if not isinstance(value, list) or not all(
-        isinstance(path, list) and all(type(rank) is int for rank in path) for path in value
-    ):
+    """The rank paths in a value from JSON; raises ConfigError if it is no list of them."""
+    if not isinstance(value, list) or not all(map(_is_path, value)):
         raise ConfigError("a tree in JSON is a list of lists of ranks, such as [[0],[1],[0,0]]")
     return value
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a value from JSON is a list of integers, of which ``true`` is none."""
+    return isinstance(value, list) and all(type(rank) is int for rank in value)

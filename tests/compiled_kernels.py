@@ -41,7 +41,7 @@ def built(kind: str) -> Path:
 
 
 def native_objects() -> dict[str, str]:
-    """Source of the kernels as users get them -> its object, for a compiler that has only to link."""
+    """Source of the kernels as users get them -> its object, for a compiler that only links."""
     sources = kernels.sources()
     objects = compiled_objects(sources, [str(COMPILER)], [*kernels.FLAGS, *WARNINGS])
     return dict(zip(map(str, sources), objects, strict=True))

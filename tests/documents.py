@@ -17,6 +17,7 @@ def documents() -> list[Path]:
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("models/**/*.md"),
         *ROOT.glob("apps/*/*.md"),
+        *ROOT.glob("research/*.md"),
     ]
     return sorted(path.relative_to(ROOT) for path in found if path.name != "CHANGELOG.md")
 

@@ -15,16 +15,19 @@ import pytest
 ALLOWED = {
     r"no application data in \.\./shared/data": "the data sets are not part of the repository",
     r"no downloaded model.*": "nor are models of other makers",
-    r"needs qemu.*": "an emulator of other processors is a package of the system, and installing those takes root",
+    r"needs qemu.*": "an emulator of other processors is a package of the system, "
+    "and installing those takes root",
     r"needs a C\+\+ compiler.*|needs aarch64-linux-gnu-g\+\+.*": "so is a compiler",
     r"needs nlohmann/json.*": "so is a library for JSON in C++",
     r"needs node|needs Chromium": "so are a browser and what runs its scripts",
     r"needs the packages of `make web`": "they come from another registry",
     r"needs coreai-core and coreai-torch": "pre-releases, which only their own extra installs",
     r"needs a Mac.*": "Core ML itself runs nowhere else",
-    r"needs (langchain-openai|instructor|pydantic-ai)": "frameworks of agents, with many packages of their own",
-    r"these run in the interpreter|there Core ML itself opens a package": "on a Mac, Core ML does this work",
-    r"the size of the process is read from /proc|sizes of processes are read from /proc": "only Linux has /proc",
+    r"needs (langchain-openai|instructor|pydantic-ai)": "frameworks of agents, with many packages "
+    "of their own",
+    r"these run in the interpreter|there Core ML itself opens a package": "a Mac's Core ML does it",
+    r"the size of the process is read from /proc|sizes of processes are read from /proc": "only "
+    "Linux has /proc",
     r"counts events of Linux": "inotify, which other systems lack",
     r"needs /dev/full": "only Linux has a device that is always full",
     r"no named pipes here|no fork here": "Windows has none",

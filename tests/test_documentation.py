@@ -20,7 +20,7 @@ from ssdevice import cli
 from tests.documents import ROOT, blocks, commands, commands_of, documents, inline
 
 OPTION = r"(?<![\w-])--[a-z][a-z-]*"
-FOLDERS = ("ssdevice", "export", "runtime", "tests", "models", "docs", "apps")
+FOLDERS = ("ssdevice", "export", "runtime", "tests", "models", "docs", "apps", "research")
 CHOSEN = re.compile(r"/[A-Z]{2,}\b.*")
 
 

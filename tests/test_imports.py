@@ -39,7 +39,10 @@ CORE = (
 
 def loaded_by(repository: Path, code: str) -> set[str]:
     """Top-level modules in memory after ``code`` has run in a fresh interpreter."""
-    report = "import json, sys; print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    report = (
+        "import json, sys; "
+        "print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{report}"],
         cwd=repository,

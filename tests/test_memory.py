@@ -16,8 +16,11 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 keep_no_large_blocks()
-del bytearray(24 << 20)[:]  # after this the C library would take blocks of up to 24 MB from its heap
-before, large, small = resident(), [], []
+# After this the C library would take blocks of up to 24 MB from its heap.
+del bytearray(24 << 20)[:]
+before = resident()
+large = []
+small = []
 for _ in range(20):
     large.append(bytearray(b"x") * (4 << 20))
     small.append(bytearray(b"x") * (100 << 10))

@@ -1,1 +1,1 @@
-"""An app's adapter: its settings, its weights, where they go in a bundle, and how they are stored."""
+"""An app's adapter: its settings and weights, their places in a bundle, and how they are stored."""

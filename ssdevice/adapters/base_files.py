@@ -1,6 +1,4 @@
-"""The files of a Hugging Face folder that hold the base's weights: those that transformers reads,
-and no others.
-"""
+"""The files of a Hugging Face folder from which transformers reads the base's weights."""
 
 import hashlib
 import re
@@ -23,49 +21,51 @@ def weight_files(folder: Path) -> list[Path]:
     Raises InputError if there are none, or if one of them is missing or a Git LFS pointer.
     """
     named = read_object(folder / CONFIG_FILE).get("transformers_weights")
-    first = next(
-        (name for name in ([str(named)] if named else [WHOLE, INDEX]) if (folder / name).is_file()),
-        None,
-    )
-    if first is None:
-        others = sorted(
-            file.name for kind in ("*.safetensors", "*.bin", "*.gguf") for file in folder.glob(kind)
+    candidates = [str(named)] if named else [WHOLE, INDEX]
+    present = [name for name in candidates if (folder / name).is_file()]
+    if not present:
+        raise InputError(
+            f"{folder}: no .safetensors weights: neither {WHOLE} nor {INDEX}{_other_files(folder)}"
         )
-        found = (
-            f" ({others[0]} is not what transformers loads; {_conversion(others[0])})"
-            if others
-            else ""
-        )
-        raise InputError(f"{folder}: no .safetensors weights: neither {WHOLE} nor {INDEX}{found}")
+    first = present[0]
     files = [folder / first]
     if first.endswith(".json"):
-        files = [folder / name for name in shards(files[0])]
+        files = [folder / name for name in shards(folder / first)]
     for file in files:
         if not file.is_file():
             raise InputError(
-                f"{file}: no such file, but {first} lists it: the folder is not complete; get it again"
+                f"{file}: no such file, but {first} lists it: "
+                "the folder is not complete; get it again"
             )
         check_no_pointer(file)
     return files
 
 
-def _conversion(name: str) -> str:
+def _other_files(folder: Path) -> str:
+    """What a message adds about weights that transformers does not load; empty without any."""
+    others = list[str]()
+    for kind in ("*.safetensors", "*.bin", "*.gguf"):
+        others += [file.name for file in folder.glob(kind)]
+    if not others:
+        return ""
+    name = min(others)
     variant = _VARIANT.fullmatch(name)
-    given = f", variant={variant[1]!r}" if variant else ""
-    return f"convert it with transformers: AutoModelForCausalLM.from_pretrained(MODEL{given}).save_pretrained(FOLDER)"
+    given = f", variant={variant[1]!r}" if variant is not None else ""
+    return (
+        f" ({name} is not what transformers loads; convert it with transformers: "
+        f"AutoModelForCausalLM.from_pretrained(MODEL{given}).save_pretrained(FOLDER))"
+    )
 
 
 def shards(index: Path) -> list[str]:
     """The names of the files that an index lists, sorted; raises InputError."""
     content = read_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
-    if (
-        not isinstance(places, dict)
-        or not places
-        or not all(isinstance(name, str) for name in places.values())
-    ):
-        raise InputError(f"{index}: 'weight_map' is not a table of tensor to file; get it again")
-    return sorted(set(places.values()))
+    if isinstance(places, dict) and places:
+        names = set(places.values())
+        if all(isinstance(name, str) for name in names):
+            return sorted(names)
+    raise InputError(f"{index}: 'weight_map' is not a table of tensor to file; get it again")
 
 
 def weights_sha256(folder: Path) -> str:

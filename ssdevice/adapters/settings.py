@@ -29,15 +29,23 @@ class BaseIdentity:
 
     @classmethod
     def of(cls, folder: Path, config: Any) -> Self:
-        sizes = config.hidden_size, config.num_hidden_layers, config.vocab_size
-        return cls(config.model_type, *sizes, weights_sha256(folder))
+        """The identity of a Hugging Face folder with this config."""
+        return cls(
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            layers=config.num_hidden_layers,
+            vocab=config.vocab_size,
+            sha256=weights_sha256(folder),
+        )
 
     def check(self, other: "BaseIdentity | ModelIdentity", what: str) -> None:
         """Raise InputError, which names the first difference, if ``other`` is not this base."""
-        for name, mine in vars(self).items():
-            if mine != (theirs := getattr(other, name)):
+        for name, own in vars(self).items():
+            found = getattr(other, name)
+            if own != found:
                 raise InputError(
-                    f"{what} was trained for another base: its {name} is {mine}, the model's is {theirs}"
+                    f"{what} was trained for another base: its {name} is {own}, "
+                    f"the model's is {found}"
                 )
 
 
@@ -78,6 +86,7 @@ class Adapter:
 
     @property
     def mode(self) -> Mode | None:
+        """The mode of its streams; None without streams."""
         return self.settings.streams.mode if self.settings is not None else None
 
     @property
@@ -87,10 +96,12 @@ class Adapter:
 
     @property
     def draft_layers(self) -> int:
+        """Layers of its own that draft; 0 without them."""
         return self.settings.streams.draft_layers if self.settings is not None else 0
 
     @property
     def instruction(self) -> str:
+        """What it puts before prompts; empty without one."""
         return self.settings.instruction if self.settings is not None else ""
 
     @property
@@ -99,9 +110,8 @@ class Adapter:
 
         Raises InputError for streams that cannot share a bundle.
         """
-        return Variant.of(
-            self.settings.streams if self.settings is not None else None, self.has_lora
-        )
+        streams = self.settings.streams if self.settings is not None else None
+        return Variant.of(streams, self.has_lora)
 
     def rank(self) -> int:
         """The largest rank of its LoRA; 0 without one.
@@ -111,50 +121,49 @@ class Adapter:
         if self.folder is None or not self.has_lora:
             return 0
         config = read_json(self.folder / PEFT_CONFIG)
-        return max(
-            [
-                int(config.get("r", 0)),
-                *(int(rank) for rank in (config.get("rank_pattern") or {}).values()),
-            ]
-        )
+        largest = int(config.get("r", 0))
+        patterns = config.get("rank_pattern") or {}
+        for rank in patterns.values():
+            largest = max(largest, int(rank))
+        return largest
 
     def entry(self, name: str, base_sha256: str, kind: AdapterKind, **stored: Any) -> App:
         """Its app's entry in a manifest.
 
         ``kind``: of a folder. ``stored``: ``folder``, ``files``, ``functions``.
         """
-        kind = kind if self.folder is not None else AdapterKind.BASE
         return App(
-            name,
-            kind,
-            base_sha256,
-            self.mode,
-            self.msa_layers,
-            self.instruction,
-            self.rank(),
+            name=name,
+            kind=kind if self.folder is not None else AdapterKind.BASE,
+            base_sha256=base_sha256,
+            mode=self.mode,
+            msa_layers=self.msa_layers,
+            instruction=self.instruction,
+            rank=self.rank(),
             **stored,
         )
 
 
 @dataclass(frozen=True)
 class AdapterFolder(Adapter):
+    """An adapter in a folder of its own."""
+
     folder: Path
 
     @classmethod
     def open(cls, folder: Path, base: BaseIdentity | None = None) -> Self:
-        """Check which files a folder has: without one of them it would be used without its LoRA or
-        its streams, in silence.
+        """The adapter in a folder.
 
-        Raises InputError, also if the adapter is not for ``base``.
+        Raises InputError if a file is missing, without which the adapter would be used without its
+        LoRA or its streams, in silence; also if the adapter is not for ``base``.
         """
         if not folder.is_dir():
             raise InputError(f"adapter {folder}: no such folder")
         has_streams = (folder / SETTINGS).is_file()
         has_lora = (folder / PEFT_CONFIG).is_file()
         if not has_streams and not has_lora:
-            inside = sorted(
-                file.parent.name for file in folder.glob(f"*/{PEFT_CONFIG}")
-            )  # PEFT's, of a named adapter
+            # PEFT writes an adapter that has a name into a folder of this name.
+            inside = sorted(file.parent.name for file in folder.glob(f"*/{PEFT_CONFIG}"))
             found = f" (that is in {', '.join(inside[:3])})" if inside else ""
             raise InputError(
                 f"{folder}: neither {SETTINGS} nor {PEFT_CONFIG}{found}; expected an adapter folder"
@@ -166,17 +175,22 @@ class AdapterFolder(Adapter):
                 )
         settings = read_settings(folder) if has_streams else None
         if settings is not None and settings.streams.trains_lora and not has_lora:
-            what = f"trained with a LoRA of rank {settings.streams.lora_rank}, but there is no {PEFT_CONFIG}"
-            raise InputError(f"{folder}: {what}; copy the whole adapter folder")
+            raise InputError(
+                f"{folder}: trained with a LoRA of rank {settings.streams.lora_rank}, "
+                f"but there is no {PEFT_CONFIG}; copy the whole adapter folder"
+            )
         if settings is not None and base is not None:
             settings.base.check(base, f"adapter {folder}")
         return cls(folder, settings, has_lora)
 
     def check_apart(self) -> None:
-        """Raise InputError for lossless streams over a LoRA, which fit only into a bundle of their
-        own: where apps share a base, stream rows would need the LoRA and their own adapters beside
-        every linear.
+        """Raise InputError for lossless streams over a LoRA, which need a bundle of their own.
+
+        Where apps share a base, stream rows would need the LoRA and their own adapters beside every
+        linear.
         """
         if self.has_lora and self.mode is Mode.LOSSLESS:
-            why = "lossless streams over a LoRA cannot share a bundle with other apps yet: export this app by itself"
-            raise InputError(f"{self.folder}: {why}")
+            raise InputError(
+                f"{self.folder}: lossless streams over a LoRA cannot share a bundle with other "
+                "apps yet: export this app by itself"
+            )

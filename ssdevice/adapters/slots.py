@@ -2,10 +2,13 @@
 
 A **slot** is a pair of tensors beside one product of the base: ``y = base(x) + (x @ down) @ up``.
 Graphs take them as inputs, with a rank that every app chooses; a program has them as state of one
-rank, filled up with zeros. Linears that read the same input may share a slot: their ``down`` are
-concatenated into one product, each keeps its own ``up`` (one block-diagonal ``up`` was slower from
-rank 32 on). A **variant** is a set of graphs for one kind of app; all variants read the same
-weights of the base.
+rank, filled up with zeros.
+
+Linears that read the same input may share a slot: their ``down`` are concatenated into one product,
+and each keeps its own ``up`` (one block-diagonal ``up`` was slower from rank 32 on).
+
+A **variant** is a set of graphs for one kind of app; all variants read the same weights of the
+base.
 """
 
 from collections.abc import Iterable
@@ -38,10 +41,11 @@ class SlotKind(StrEnum):
 class Slot:
     """The factors of linears that read the same ``inputs`` values.
 
-    ``sources``: the linears' names in the adapter folder, empty for one without factors;
-    ``outputs``: of each. ``int8``: ``down`` has one scale per column. ``state``, ``rank``: of a
-    slot that is a program's state, with tensors ``<state>.down [1, inputs, rank]`` and ``<state>.up
-    [1, rank, outputs]``.
+    - ``sources``: the linears' names in the adapter folder, empty for one without factors.
+    - ``outputs``: how many values each linear gives.
+    - ``int8``: whether ``down`` is int8 with one scale per column.
+    - ``state``, ``rank``: of a slot that is a program's state, with tensors ``<state>.down [1,
+      inputs, rank]`` and ``<state>.up [1, rank, outputs]``.
     """
 
     kind: SlotKind
@@ -53,7 +57,9 @@ class Slot:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.inputs, *self.outputs, *((self.rank,) if self.state else ()))
+        sizes: tuple[int, ...] = (self.inputs, *self.outputs)
+        if self.state:
+            sizes = (*sizes, self.rank)
         if not self.outputs or len(self.sources) != len(self.outputs) or min(sizes) < 1:
             raise ConfigError(f"slot {self.sources}: one size for each, all 1 or more, not {sizes}")
 
@@ -62,20 +68,18 @@ class Slot:
         """The prefix of its tensors' names."""
         if self.state:
             return self.state
-        first, *others = filter(None, self.sources)
-        return "|".join(
-            [
-                f"{self.kind}.{first}",
-                *(other.replace("-", ".").rpartition(".")[2] for other in others),
-            ]
-        )
+        first, *others = [source for source in self.sources if source]
+        parts = [f"{self.kind}.{first}"]
+        for other in others:
+            _, _, leaf = other.replace("-", ".").rpartition(".")
+            parts.append(leaf)
+        return "|".join(parts)
 
     @property
     def down(self) -> TensorSpec:
         """``[inputs, rank]``, where rank is the sum over all linears."""
-        return TensorSpec(
-            f"{self.name}.down", (self.inputs, self._rank), "int8" if self.int8 else "float32"
-        )
+        dtype = "int8" if self.int8 else "float32"
+        return TensorSpec(f"{self.name}.down", (self.inputs, self._rank), dtype)
 
     @property
     def down_scale(self) -> TensorSpec:
@@ -84,9 +88,7 @@ class Slot:
 
     @property
     def ranks(self) -> TensorSpec:
-        """``[linears]``: the number of columns of ``down`` that belong to each linear; only with
-        several.
-        """
+        """``[linears]``: how many columns of ``down`` belong to each linear; only with several."""
         return TensorSpec(f"{self.name}.ranks", (len(self.outputs),), "int64")
 
     @property
@@ -94,14 +96,14 @@ class Slot:
         """``[rank of the linear, its outputs]`` by linear."""
         if len(self.outputs) == 1:
             return (TensorSpec(f"{self.name}.up", (self._rank, *self.outputs), "float32"),)
-        each = enumerate(self.outputs)
         return tuple(
             TensorSpec(f"{self.name}.up.{i}", (f"{self._rank}.{i}", size), "float32")
-            for i, size in each
+            for i, size in enumerate(self.outputs)
         )
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
+        """All tensors, in the order in which graphs take them."""
         scale = (self.down_scale,) if self.int8 else ()
         ranks = (self.ranks,) if len(self.outputs) > 1 else ()
         return (self.down, *scale, *ranks, *self.ups)
@@ -115,10 +117,10 @@ class Slot:
 class Variant:
     """Graphs for one kind of app: with streams, with a LoRA on main rows, or neither.
 
-    ``streams``: their kind, with one stream, and ``EXAMPLE_RANK`` for every rank that apps choose.
-    ``functions``: the contract's name -> the target's (a file, or a name in a program).
-    ``identifiers``: name of the tensor for the stream identifiers ``[γ, hidden]``; empty without
-    one.
+    - ``streams``: their kind, with one stream, and ``EXAMPLE_RANK`` for ranks that apps choose.
+    - ``functions``: the contract's name -> the target's (a file, or a name in a program).
+    - ``identifiers``: name of the tensor for the stream identifiers ``[γ, hidden]``; empty without
+      one.
     """
 
     lora: bool
@@ -129,30 +131,39 @@ class Variant:
 
     @classmethod
     def of(cls, streams: StreamConfig | None, has_lora: bool) -> Self:
-        """The variant that an app needs, without graphs."""
+        """The variant that an app needs, without graphs.
+
+        Raises InputError for streams that cannot share a bundle.
+        """
         if streams is None:
             return cls(has_lora)
-        for option, value, what in (
-            (
-                "--draft-vocabulary",
-                streams.draft_vocabulary,
-                f"that choose among {streams.draft_vocabulary} tokens",
-            ),
-            ("--follow-rank", streams.follow_rank, "whose drafts follow each other (follow_rank)"),
-            ("--draft-layers", streams.draft_layers, "of draft layers"),
-        ):
-            if value:
-                shared = f"streams {what} cannot share a bundle with other apps yet"
-                raise InputError(
-                    f"{shared}: export this app by itself, or train it with {option} 0"
-                )
+        if streams.draft_vocabulary:
+            raise InputError(
+                f"streams that choose among {streams.draft_vocabulary} tokens cannot share a "
+                "bundle with other apps yet: export this app by itself, "
+                "or train it with --draft-vocabulary 0"
+            )
+        if streams.follow_rank:
+            raise InputError(
+                "streams whose drafts follow each other (follow_rank) cannot share a bundle with "
+                "other apps yet: export this app by itself, or train it with --follow-rank 0"
+            )
+        if streams.draft_layers:
+            raise InputError(
+                "streams of draft layers cannot share a bundle with other apps yet: "
+                "export this app by itself, or train it with --draft-layers 0"
+            )
         lossless = streams.mode is Mode.LOSSLESS
-        f, g = (rank and EXAMPLE_RANK for rank in (streams.init_rank, streams.token_rank))
-        mlp = streams.stream_mlp if lossless else StreamMLP.BASE_ADAPTER
         kind = replace(
-            streams, gamma=1, init_rank=f, token_rank=g, adapter_rank=EXAMPLE_RANK, lora_rank=0
+            streams,
+            gamma=1,
+            init_rank=EXAMPLE_RANK if streams.init_rank else 0,
+            token_rank=EXAMPLE_RANK if streams.token_rank else 0,
+            adapter_rank=EXAMPLE_RANK,
+            lora_rank=0,
+            stream_mlp=streams.stream_mlp if lossless else StreamMLP.BASE_ADAPTER,
         )
-        return cls(not lossless, replace(kind, stream_mlp=mlp))
+        return cls(not lossless, kind)
 
     def own(self, names: Iterable[str]) -> list[str]:
         """The contract's functions among ``names`` that its apps have."""
@@ -160,20 +171,35 @@ class Variant:
 
     @property
     def name(self) -> str:
-        if self.streams is None:
+        """Its name in a bundle, such as ``lossless4-g``."""
+        streams = self.streams
+        if streams is None:
             return "lora" if self.lora else "base"
-        s = self.streams
-        mlp = {StreamMLP.ADAPTER: "-mlp", StreamMLP.ADAPTER_ONLY: "-only"}.get(s.stream_mlp, "")
-        return f"{s.mode}{s.msa_layers}{mlp}{'-f' if s.init_rank else ''}{'-g' if s.token_rank else ''}"
+        name = f"{streams.mode}{streams.msa_layers}"
+        if streams.stream_mlp is StreamMLP.ADAPTER:
+            name += "-mlp"
+        elif streams.stream_mlp is StreamMLP.ADAPTER_ONLY:
+            name += "-only"
+        if streams.init_rank:
+            name += "-f"
+        if streams.token_rank:
+            name += "-g"
+        return name
 
     @property
     def described(self) -> str:
-        if self.streams is None:
+        """Its kind of app, in words."""
+        streams = self.streams
+        if streams is None:
             return "plain decoding with a LoRA" if self.lora else "plain decoding"
-        s = self.streams
-        mlp = f", stream_mlp {s.stream_mlp}" if s.stream_mlp is not StreamMLP.BASE_ADAPTER else ""
-        terms = f"{', f of eq. 3' if s.init_rank else ''}{', that see the chosen token' if s.token_rank else ''}"
-        return f"{s.mode} streams with N_s = {s.msa_layers}{mlp}{terms}"
+        words = f"{streams.mode} streams with N_s = {streams.msa_layers}"
+        if streams.stream_mlp is not StreamMLP.BASE_ADAPTER:
+            words += f", stream_mlp {streams.stream_mlp}"
+        if streams.init_rank:
+            words += ", f of eq. 3"
+        if streams.token_rank:
+            words += ", that see the chosen token"
+        return words
 
 
 @dataclass(frozen=True)
@@ -186,12 +212,19 @@ class SlotLayout:
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
-            what = f"schema_version is {self.schema_version}, expected {SCHEMA_VERSION}"
-            raise ConfigError(f"{what}: export the bundle again")
+            raise ConfigError(
+                f"schema_version is {self.schema_version}, expected {SCHEMA_VERSION}: "
+                "export the bundle again"
+            )
 
     def variant(self, name: str) -> Variant | None:
-        return next((variant for variant in self.variants if variant.name == name), None)
+        """The variant of this name; None if there is none."""
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        return None
 
 
 def read_layout(file: Path) -> SlotLayout:
+    """The layout in a file; raises ConfigError."""
     return load_strict(SlotLayout, read_json(file), str(file))

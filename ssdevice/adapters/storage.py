@@ -24,14 +24,12 @@ ADAPTERS = "adapters"
 """Folder of the apps' folders in a bundle."""
 SCALE = ".int8_scale"
 LEAST_ROWS = 8
-"""With fewer rows a scale per column costs more than int8 saves; such tensors are stored as
-float16.
-"""
+"""Tensors with fewer rows are stored as float16: a scale per column costs more than int8 saves."""
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.INT8)
 LEVELS = 127.0
 """Largest code of an int8 weight."""
 PAIR_LEVELS = 127.5
-"""Largest sum of the codes of two neighbours before rounding, 128 after it: see ``int8_factors``."""
+"""Largest sum of two neighbours' codes before rounding, 128 after it: see ``int8_factors``."""
 COLUMNS = 4096
 """How many columns are quantized at a time."""
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "|i1"}
@@ -67,7 +65,8 @@ def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def _array(what: str, entry: Mapping[str, Any]) -> NDArray[Any]:
-    if (kind := entry["dtype"]) not in DTYPES:
+    kind = entry["dtype"]
+    if kind not in DTYPES:
         raise InputError(f"{what} is {kind}, expected {', '.join(DTYPES)}")
     flat = np.frombuffer(entry["data"], DTYPES[kind])
     if kind == "BF16":  # the upper half of a float32
@@ -103,16 +102,9 @@ def restored(tensors: Mapping[str, Array]) -> dict[str, Array]:
     """
     found: dict[str, Array] = {}
     for name, value in tensors.items():
-        if (scale := tensors.get(name + SCALE)) is not None:
-            if (
-                value.dtype != np.int8
-                or value.ndim < 2
-                or scale.shape != (*value.shape[:-2], value.shape[-1])
-            ):
-                raise ValueError(
-                    f"{name!r} is {value.dtype} {list(value.shape)}, its scale {list(scale.shape)}"
-                )
-            found[name] = value * scale.astype(np.float32)[..., None, :]
+        scale = tensors.get(name + SCALE)
+        if scale is not None:
+            found[name] = _from_int8(name, value, scale)
         elif not name.endswith(SCALE):
             found[name] = value.astype(np.float32) if value.dtype == np.float16 else value
         elif name.removesuffix(SCALE) not in tensors:
@@ -120,30 +112,43 @@ def restored(tensors: Mapping[str, Array]) -> dict[str, Array]:
     return found
 
 
+def _from_int8(name: str, value: Array, scale: Array) -> Array:
+    """The floats of a tensor in int8; raises ValueError unless its scale fits."""
+    fits = value.ndim >= 2 and scale.shape == (*value.shape[:-2], value.shape[-1])
+    if value.dtype != np.int8 or not fits:
+        raise ValueError(
+            f"{name!r} is {value.dtype} {list(value.shape)}, its scale {list(scale.shape)}"
+        )
+    return value * scale.astype(np.float32)[..., None, :]
+
+
 def int8_columns(weight: Array) -> Codes:
-    """The nearest int8 codes of ``weight [.., K, N]`` and their scales ``[.., N]``; a column of
-    zeros gets scale 1.
+    """The nearest int8 codes of ``weight [.., K, N]`` and their scales ``[.., N]``.
+
+    A column of zeros gets scale 1.
     """
-    return _int8(weight, lambda columns: _peak(columns) / np.float32(LEVELS))
+
+    def scale(columns: Array) -> Floats:
+        return _peak(columns) / np.float32(LEVELS)
+
+    return _int8(weight, scale)
 
 
 def int8_factors(weight: Array) -> Codes:
     """Like ``int8_columns``, with scales that keep products with uint8 inputs exact on every CPU.
-    x86 without VNNI multiplies two neighbouring weights by inputs of 0..255 and adds both products
-    in 16 bits (``vpmaddubsw``), which saturates beyond 32767.
 
-    So the codes of inputs 2i and 2i + 1 may add up to at most 128.
+    x86 without VNNI multiplies two neighbouring weights by inputs of 0..255 and adds both products
+    in 16 bits (``vpmaddubsw``), which saturates beyond 32767. So the codes of inputs 2i and 2i + 1
+    may add up to at most 128.
     """
     paired = weight.shape[-2] // 2 * 2
 
     def scale(columns: Array) -> Floats:
-        sums = (
-            columns[..., 0:paired:2, :] + columns[..., 1:paired:2, :]
-        )  # opposite signs never exceed a single weight
-        wanted = np.maximum(
-            _peak(columns) / np.float32(LEVELS), _peak(sums) / np.float32(PAIR_LEVELS)
-        )
-        return np.asarray(wanted, np.float32)
+        # Of opposite signs, a sum never exceeds a single weight.
+        sums = columns[..., 0:paired:2, :] + columns[..., 1:paired:2, :]
+        of_one = _peak(columns) / np.float32(LEVELS)
+        of_two = _peak(sums) / np.float32(PAIR_LEVELS)
+        return np.asarray(np.maximum(of_one, of_two), np.float32)
 
     return _int8(weight, scale)
 

@@ -1,6 +1,4 @@
-"""The weights in an adapter folder: which LoRA options are accepted, and the tensors that a
-bundle's slots take.
-"""
+"""The weights in an adapter folder: accepted LoRA options, and tensors for a bundle's slots."""
 
 import math
 import re
@@ -53,7 +51,7 @@ PLAIN = frozenset(
 )
 """Options that are accepted with any value, except for ``bias`` and ``init_lora_weights``."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""``init_lora_weights`` that leave the base as it is; others subtract the initial factors from it."""
+"""``init_lora_weights`` that leave the base as it is; others subtract initial factors from it."""
 MERGED = frozenset(
     {
         "use_dora",
@@ -88,23 +86,32 @@ def check_options(folder: Path, config: Mapping[str, Any], apart: bool) -> None:
         raise InputError(f"{folder}: layer_replication changes the base model; it is not supported")
     start = config.get("init_lora_weights", True)
     if str(start).startswith(RANDOM_START):
-        what = f"init_lora_weights={str(start)[:40]!r} changes the base at random"
-        raise InputError(f"{folder}: {what}; convert it to a plain LoRA")
+        raise InputError(
+            f"{folder}: init_lora_weights={str(start)[:40]!r} changes the base at random; "
+            "convert it to a plain LoRA"
+        )
     for option, value in config.items():
         if value and option not in PLAIN | MERGED | {"layer_replication"}:
             raise InputError(
                 f"{folder}: this version does not know the LoRA option {option[:60]!r}"
             )
-    if not apart:
-        return
+    if apart:
+        _check_plain(folder, config)
+
+
+def _check_plain(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for the first option that only PEFT can apply."""
     wanted = [option for option in sorted(MERGED) if config.get(option)]
     if config.get("bias", "none") != "none":
         wanted.append(f"bias={str(config['bias'])[:40]!r}")
+    start = config.get("init_lora_weights", True)
     if start not in PLAIN_STARTS:
         wanted.append(f"init_lora_weights={str(start)[:40]!r}")
     if wanted:
-        what = f"{wanted[0]} does not fit into a slot of a shared base"
-        raise UnsupportedModelError(f"{folder}: {what}; export this app by itself")
+        raise UnsupportedModelError(
+            f"{folder}: {wanted[0]} does not fit into a slot of a shared base; "
+            "export this app by itself"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,8 @@ class AdapterWeights(AdapterFolder):
         identifiers = None
         if opened.settings is not None:
             tensors = read_floats(folder / WEIGHTS)
-            if (identifiers := tensors.pop("identifiers", None)) is None:
+            identifiers = tensors.pop("identifiers", None)
+            if identifiers is None:
                 raise InputError(f"{folder / WEIGHTS}: tensor 'identifiers' is missing")
             found = _factors(folder / WEIGHTS, tensors, ".down.weight", ".up.weight")
             factors |= {(SlotKind.STREAM, name): pair for name, pair in found.items()}
@@ -152,8 +160,9 @@ def fill(weights: AdapterWeights, variant: Variant, gamma: int, hidden: int) -> 
     streams in the bundle. Raises InputError for factors with a wrong shape or without a slot.
     """
     folder = weights.folder
-    waiting = dict(weights.factors)
-    if (g := waiting.get(TOKEN)) is not None:
+    waiting = dict(weights.factors)  # those without a slot yet
+    g = waiting.get(TOKEN)
+    if g is not None:
         waiting[TOKEN] = Factors(g.down, g.up[: gamma * hidden])
     tensors: dict[str, Array] = {}
     for slot in variant.slots:
@@ -178,7 +187,8 @@ def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> Floats:
     if found is None or found.ndim != 2 or len(found) < gamma or found.shape[1] != hidden:
         shape = None if found is None else list(found.shape)
         raise InputError(
-            f"{weights.folder}: identifiers have shape {shape}, the bundle needs [{gamma}, {hidden}]"
+            f"{weights.folder}: identifiers have shape {shape}, "
+            f"the bundle needs [{gamma}, {hidden}]"
         )
     return found[:gamma]
 
@@ -186,38 +196,49 @@ def _identifiers(weights: AdapterWeights, gamma: int, hidden: int) -> Floats:
 def _slot_tensors(
     folder: Path, slot: Slot, waiting: dict[tuple[SlotKind, str], Factors]
 ) -> dict[str, Array]:
-    downs = []
-    tensors: dict[str, Array] = {}
+    """The tensors of one slot by name; what they are made from is taken out of ``waiting``."""
+    downs = list[Array]()
+    ups = dict[str, Array]()
     for source, outputs, spec in zip(slot.sources, slot.outputs, slot.ups, strict=True):
         factors = waiting.pop((slot.kind, source), None) if source else None
         if factors is None:
-            factors = Factors(
-                np.zeros((0, slot.inputs), np.float32), np.zeros((outputs, 0), np.float32)
-            )
+            no_down = np.zeros((0, slot.inputs), np.float32)
+            no_up = np.zeros((outputs, 0), np.float32)
+            factors = Factors(no_down, no_up)
         rank = len(factors.down)
-        if (factors.down.shape, factors.up.shape) != (
-            (rank, slot.inputs),
-            (outputs, rank),
-        ) or 0 < slot.rank < rank:
+        fits = factors.down.shape == (rank, slot.inputs) and factors.up.shape == (outputs, rank)
+        if not fits or 0 < slot.rank < rank:
             limit = f" and a rank of at most {slot.rank}" if slot.rank else ""
-            shapes = f"{list(factors.down.shape)} and {list(factors.up.shape)}"
-            takes = f"its slot takes {slot.inputs} inputs, {outputs} outputs{limit}"
-            raise InputError(f"{folder}: the factors of {source!r} have shapes {shapes}, {takes}")
+            raise InputError(
+                f"{folder}: the factors of {source!r} have shapes {list(factors.down.shape)} and "
+                f"{list(factors.up.shape)}, its slot takes {slot.inputs} inputs, "
+                f"{outputs} outputs{limit}"
+            )
         padding = (0, max(slot.rank - rank, 0)), (0, 0)
         downs.append(np.pad(factors.down, padding).T)
-        tensors[spec.name] = np.ascontiguousarray(np.pad(factors.up.T, padding))
+        ups[spec.name] = np.ascontiguousarray(np.pad(factors.up.T, padding))
     down = np.ascontiguousarray(np.concatenate(downs, axis=1))
+    tensors = dict[str, Array]()
     if slot.state:
-        return {slot.down.name: down[None], **{name: up[None] for name, up in tensors.items()}}
+        tensors[slot.down.name] = down[None]
+        for name, up in ups.items():
+            tensors[name] = up[None]
+        return tensors
+    if slot.int8:
+        values, scale = int8_factors(down)
+        tensors[slot.down.name] = values
+        tensors[slot.down_scale.name] = scale
+    else:
+        tensors[slot.down.name] = down
+    tensors |= ups
     if len(downs) > 1:
-        tensors[slot.ranks.name] = np.array([down.shape[1] for down in downs], np.int64)
-    if not slot.int8:
-        return {slot.down.name: down, **tensors}
-    values, scale = int8_factors(down)
-    return {slot.down.name: values, slot.down_scale.name: scale, **tensors}
+        ranks = [part.shape[1] for part in downs]
+        tensors[slot.ranks.name] = np.array(ranks, np.int64)
+    return tensors
 
 
 def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
+    """The factors of a LoRA by kind and name; raises InputError or ConfigError."""
     config = read_json(folder / PEFT_CONFIG)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise InputError(
@@ -225,10 +246,9 @@ def _read_lora(folder: Path) -> dict[tuple[SlotKind, str], Factors]:
         )
     check_options(folder, config, apart=True)
     file = folder / PEFT_WEIGHTS
+    pairs = _factors(file, read_floats(file), ".lora_A.weight", ".lora_B.weight")
     factors = {}
-    for name, found in _factors(
-        file, read_floats(file), ".lora_A.weight", ".lora_B.weight"
-    ).items():
+    for name, found in pairs.items():
         if not name.startswith(PEFT_PREFIX):
             raise InputError(
                 f"{file}: {name!r} does not begin with {PEFT_PREFIX!r}, as PEFT's names do"
@@ -255,33 +275,40 @@ def _scaling(folder: Path, config: Mapping[str, Any], module: str, found: int) -
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    found = (
-        value
-        for pattern, value in (patterns or {}).items()
-        if re.match(rf"(.*\.)?({pattern})$", module)
-    )
-    return next(found, default)
+    """The value of the first pattern that matches the end of a linear's name, as in PEFT."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
 
 
 def _factors(file: Path, tensors: Mapping[str, Array], down: str, up: str) -> dict[str, Factors]:
+    """The pairs of factors in a file by name, ``down`` and ``up`` being the ends of their names.
+
+    Raises InputError for any other tensor.
+    """
     found = {}
-    names = [
-        name.removesuffix(suffix)
-        for name in tensors
-        for suffix in (down, up)
-        if name.endswith(suffix)
-    ]
-    for name in dict.fromkeys(names):
+    names = dict[str, None]()  # in the order of the file, each once
+    others = list[str]()
+    for name in tensors:
+        if name.endswith((down, up)):
+            names[name.removesuffix(down).removesuffix(up)] = None
+        else:
+            others.append(name)
+    for name in names:
         first = tensors.get(name + down)
         second = tensors.get(name + up)
         if first is None or second is None:
             raise InputError(f"{file}: {name!r} has only one of its factors")
         if first.ndim != 2 or second.ndim != 2 or len(first) != second.shape[1]:
             raise InputError(
-                f"{file}: the factors of {name!r} have shapes {list(first.shape)}, {list(second.shape)}"
+                f"{file}: the factors of {name!r} have shapes {list(first.shape)}, "
+                f"{list(second.shape)}"
             )
         found[name] = Factors(first, second)
-    if others := tensors.keys() - {name + suffix for name in found for suffix in (down, up)}:
-        what = f"unexpected tensor {sorted(others)[0]!r}; slots take only factors of linears"
-        raise InputError(f"{file}: {what}: export this app by itself")
+    if others:
+        raise InputError(
+            f"{file}: unexpected tensor {min(others)!r}; slots take only factors of linears: "
+            "export this app by itself"
+        )
     return found

@@ -19,8 +19,7 @@ from ssdevice.train.loss import StreamingLoss
 from ssdevice.train.options import LossWeights
 
 Texts = Sequence[Sequence[int]]
-# The reference and a quantized graph round at different places. Ties are margins of the reference's
-# logits.
+# These bounds are below 1 because the reference and a quantized graph round at different places.
 LEAST_AGREEMENT = {
     Precision.FP32: 1.0,
     Precision.FP16: 0.99,
@@ -34,15 +33,17 @@ TIES = {
     Precision.INT4: 2.0,
     Precision.PALETTE4: 2.0,
 }
+"""Margins of the reference's logits up to which two tokens are nearly tied, by precision."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """``agreeing`` of ``tokens`` are the reference's choice; ``largest_margin``: of one that is
-    not.
+    """How many of a bundle's tokens the reference would have chosen too.
 
-    ``near_ties``: of the others, the reference's second choice within TIES. ``simulated``: whether
-    the reference rounds as the bundle does.
+    - ``agreeing``: of ``tokens``, those that are the reference's choice.
+    - ``near_ties``: of the others, those that are its second choice within TIES.
+    - ``largest_margin``: of a token that it would not have chosen.
+    - ``simulated``: whether the reference rounds as the bundle does.
     """
 
     tokens: int
@@ -55,7 +56,9 @@ class Agreement:
     @property
     def share(self) -> float:
         """Share of tokens that agree or are near-ties; 1 if there are none."""
-        return (self.agreeing + self.near_ties) / self.tokens if self.tokens else 1.0
+        if not self.tokens:
+            return 1.0
+        return (self.agreeing + self.near_ties) / self.tokens
 
     def faults(self) -> list[str]:
         """What exceeds the bounds of the precision, one sentence each."""
@@ -65,13 +68,15 @@ class Agreement:
         # Even in fp32 a near-tie may go either way, so there only the margin decides.
         if self.share < least and self.precision is not Precision.FP32:
             found.append(
-                f"{self.share:.1%} of tokens agree or are near-ties, at least {least:.0%} must"
+                f"torch reference: {self.share:.1%} of tokens agree or are near-ties, "
+                f"at least {least:.0%} must"
             )
         if self.simulated and self.largest_margin > tie:
             found.append(
-                f"prefers another token by {self.largest_margin:.3g}, at most {tie} is a near-tie"
+                f"torch reference: prefers another token by {self.largest_margin:.3g}, "
+                f"at most {tie} is a near-tie"
             )
-        return [f"torch reference: {fault}" for fault in found]
+        return found
 
 
 def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path | None) -> Path:
@@ -94,9 +99,11 @@ def reference_folder(bundle: Bundle, app: str | None, model: str, adapter: Path 
         )
     if adapter is not None:
         found = AdapterFolder.open(adapter, identity)
-        if (found.mode, found.msa_layers, found.rank()) != (own.mode, own.msa_layers, own.rank):
+        same_streams = found.mode == own.mode and found.msa_layers == own.msa_layers
+        if not same_streams or found.rank() != own.rank:
             raise InputError(
-                f"--adapter {adapter}: app {own.name!r} of {bundle.folder} was made from another adapter"
+                f"--adapter {adapter}: app {own.name!r} of {bundle.folder} "
+                "was made from another adapter"
             )
     return folder
 
@@ -109,37 +116,37 @@ def agreement(
     answers: Texts,
     report: Report,
 ) -> Agreement:
-    """How many tokens the torch model would have chosen too, each after the bundle's own answer so
-    far.
+    """How many tokens the torch model would have chosen too.
 
-    ``app``: of the bundle; ``model``: its base and adapter, see ``reference_folder``.
+    Each is chosen after the bundle's own answer so far. ``app``: of the bundle. ``model``: its base
+    and adapter, see ``reference_folder``.
     """
     rounded, precision = export_target(bundle.manifest.target).as_stored(bundle, app, model)
     tokens = 0
     agreeing = 0
     near_ties = 0
     worst = 0.0
+    pairs = list(zip(prompts, answers, strict=True))
     with rounded or nullcontext(), torch.no_grad():
-        for prompt, answer in track(
-            report, "torch reference", list(zip(prompts, answers, strict=True))
-        ):
+        for prompt, answer in track(report, "torch reference", pairs):
             logits = main_logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
             agree, near, margin = judge(logits, torch.tensor(answer), TIES[precision])
             tokens += len(answer)
-            agreeing, near_ties, worst = agreeing + agree, near_ties + near, max(worst, margin)
+            agreeing += agree
+            near_ties += near
+            worst = max(worst, margin)
     return Agreement(
-        tokens,
-        agreeing,
-        near_ties,
-        worst,
-        rounded is not None or precision is Precision.FP32,
-        precision,
+        tokens=tokens,
+        agreeing=agreeing,
+        near_ties=near_ties,
+        largest_margin=worst,
+        simulated=rounded is not None or precision is Precision.FP32,
+        precision=precision,
     )
 
 
 def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, int, float]:
-    """How many ids ``chosen [n]`` are first in ``logits [n, V]``, how many near-ties, and the
-    largest margin.
+    """How many of ``chosen [n]`` are first in ``logits [n, V]``, near-ties, and the largest margin.
 
     A near-tie is the second choice: where many logits are close, distance alone would excuse a
     wrong bundle.
@@ -154,7 +161,6 @@ def judge(logits: torch.Tensor, chosen: torch.Tensor, tie: float) -> tuple[int, 
 
 def main_logits(model: StreamModel, ids: Sequence[int]) -> torch.Tensor:
     """Logits ``[len(ids), V]`` of the main rows of a whole text at once."""
-    _, h, _ = StreamingLoss(model, LossWeights(main=1.0, stream=0.0)).run_main(
-        torch.tensor([list(ids)])
-    )
+    loss = StreamingLoss(model, LossWeights(main=1.0, stream=0.0))
+    _, h, _ = loss.run_main(torch.tensor([list(ids)]))
     return model.backbone.head(h)[0]

@@ -1,5 +1,7 @@
-"""The one comparison of answers, and the rule that tells a near-tie from a fault: of the decoding
-modes of a bundle and of two bundles (``bench.modes``), and of sampled answers (``bench.sampled``).
+"""The one comparison of answers, and the rule that tells a near-tie from a fault.
+
+It compares the decoding modes of a bundle and two bundles (``bench.modes``), and sampled answers
+(``bench.sampled``).
 
 Sums over differently placed rows are not bit-equal, so two candidates with nearly tied logits may
 swap. A difference is a near-tie if the logits of both tokens, at the first differing place, are at
@@ -7,6 +9,7 @@ most twice as far apart as the largest change of any logit on rows of the same t
 same token, and if that change is below the ceiling of the precision. Anything else is a fault.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +23,9 @@ from ssdevice.bundle.manifest import Precision
 from ssdevice.progress import Report, track
 
 MARGIN_PROMPTS = 2
-"""Prompts whose logits are compared even if all answers agree, so that the largest change is always
-known.
+"""Prompts whose logits are compared even if all answers agree.
+
+So the largest change is always known.
 """
 MOST = {
     Precision.FP32: 1e-3,
@@ -32,6 +36,7 @@ MOST = {
 }
 """Largest allowed change of a logit, by precision, fixed before any run."""
 DIFFERING_SHARE = 0.005
+"""Share of a mode's prompts that may differ by near-ties; none in fp32."""
 NOT_MEASURED = (
     "not measured; the onnx package shows them for ONNX bundles (pip install 'ssdevice[export]'), "
     "ExecuTorch programs if they were exported with --logits"
@@ -44,12 +49,12 @@ Rows = NDArray[np.float32]
 class Answer:
     """The tokens of an answer.
 
-    ``show``: the logits ``[n, vocab]`` that the expected tokens were, or would be, chosen from;
-    None if nothing shows them. ``logprobs``: of sampled tokens.
+    ``show`` gives the logits ``[n, vocab]`` that the expected tokens were, or would be, chosen
+    from; None if nothing shows them. ``logprobs``: of sampled tokens.
     """
 
     tokens: list[int]
-    show: Callable[[], Rows | None] = lambda: None
+    show: Callable[[], Rows | None]
     logprobs: list[float] = field(default_factory=list)
 
     @cached_property
@@ -60,10 +65,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """What every mode answers: ``prompts`` of token ids, each with at most ``max_tokens`` until one
-    of ``stop_ids``.
+    """What every mode answers: ``prompts`` of token ids.
 
-    ``precision``: of the bundle that answers.
+    An answer has at most ``max_tokens``, and ends with one of ``stop_ids``. ``precision``: of the
+    bundle that answers.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -74,8 +79,9 @@ class Asked:
 
 
 Answerer = Callable[[Any, Sequence[int]], Answer]
-"""``(case, expected) -> Answer``; ``expected``: the tokens it is compared with, empty for the
-reference itself.
+"""``(case, expected) -> Answer``.
+
+``expected``: the tokens it is compared with, empty for the reference itself.
 """
 
 
@@ -98,10 +104,11 @@ class Difference:
 class Comparison:
     """Answers compared with a reference's, and the rule that excuses near-ties.
 
-    ``precision``: of the bundle, or the coarser of two. ``largest_change``: of any logit; None
-    without logits. ``modes``: what is compared; ``between``: in words. ``nodes_ended``: of the
-    tree's ``nodes``, those at which an accepted run ended. ``answers``: the reference's tokens by
-    prompt.
+    - ``precision``: of the bundle, or the coarser of two.
+    - ``largest_change``: of any logit; None without logits.
+    - ``modes``: what is compared; ``between``: in words.
+    - ``nodes_ended``: of the tree's ``nodes``, those at which an accepted run ended.
+    - ``answers``: the reference's tokens by prompt.
     """
 
     precision: Precision
@@ -116,6 +123,7 @@ class Comparison:
 
     @property
     def ceiling(self) -> float:
+        """The largest allowed change of a logit."""
         return MOST[self.precision]
 
     def compare(
@@ -126,8 +134,9 @@ class Comparison:
         others: Mapping[str, Answerer],
         report: Report,
     ) -> Self:
-        """Answer every case, a prompt mostly, by the reference, then by each of the others, and add
-        all differences.
+        """Answer every case by the reference, then by each of the others, and add all differences.
+
+        A case is mostly a prompt.
         """
         self.prompts = len(cases)
         self.modes = list(others)
@@ -141,23 +150,25 @@ class Comparison:
     @property
     def differing(self) -> dict[str, int]:
         """By mode: prompts with other answers."""
-        return {mode: sum(d.arm == mode for d in self.differences) for mode in self.modes}
+        counts = Counter(difference.arm for difference in self.differences)
+        return {mode: counts[mode] for mode in self.modes}
 
     def add(self, number: int, mode: str, expected: Answer, found: Answer) -> None:
         """Compare an answer to prompt ``number``, from 0, with the expected one."""
         differs = found.tokens != expected.tokens
         if not differs and number >= MARGIN_PROMPTS:
             return
-        mine = expected.rows
-        theirs = found.rows
-        if mine is not None and theirs is not None:
-            same = min(len(mine), len(theirs))
-            agree = mine[:same].argmax(1) == theirs[:same].argmax(1)
-            change = float(np.abs(mine[:same] - theirs[:same])[agree].max(initial=0.0))
-            self.largest_change = max(self.largest_change or 0.0, change)
+        reference = expected.rows
+        rows = found.rows
+        if reference is not None and rows is not None:
+            both = min(len(reference), len(rows))
+            agree = reference[:both].argmax(1) == rows[:both].argmax(1)
+            changes = np.abs(reference[:both] - rows[:both])[agree]
+            self.largest_change = max(self.largest_change or 0.0, float(changes.max(initial=0.0)))
         if differs:
             at, one, other = first_difference(expected.tokens, found.tokens)
-            rows = theirs if mine is None else mine
+            if reference is not None:
+                rows = reference
             margin = None
             if rows is not None and at < len(rows) and min(one, other) >= 0:
                 margin = float(abs(rows[at, one] - rows[at, other]))
@@ -167,70 +178,79 @@ class Comparison:
         """Whether the margin of a difference excuses it."""
         change = self.largest_change
         margin = difference.margin
-        return (
-            margin is not None
-            and change is not None
-            and change <= self.ceiling
-            and margin <= 2 * change
-        )
+        if change is None or margin is None:
+            return False
+        return change <= self.ceiling and margin <= 2 * change
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as ``verify --json`` writes it."""
-        return {
+        found: dict[str, Any] = {
             "prompts": self.prompts,
             "equal": {mode: self.prompts - differing for mode, differing in self.differing.items()},
             "largest_logit_change": self.largest_change,
             "ceiling": self.ceiling,
-            "differences": [{**vars(d), "near_tie": self.near_tie(d)} for d in self.differences],
-            "tokens": sum(map(len, self.answers)),
+            "differences": [
+                {**vars(difference), "near_tie": self.near_tie(difference)}
+                for difference in self.differences
+            ],
+            "tokens": sum(len(tokens) for tokens in self.answers),
             "nodes": self.nodes,
             "nodes_ended": len(self.nodes_ended),
-            **({"logits": NOT_MEASURED} if self.modes and self.largest_change is None else {}),
         }
+        if self.modes and self.largest_change is None:
+            found["logits"] = NOT_MEASURED
+        return found
 
     def faults(self) -> list[str]:
-        """What breaks the promise of equal answers: differences that nothing excuses, and too many
-        differing prompts.
+        """What breaks the promise of equal answers, one sentence each.
 
-        None may differ in fp32, otherwise 0.5 % of a mode's prompts but at least one.
+        These are differences that nothing excuses, and too many differing prompts: none may differ
+        in fp32, otherwise 0.5 % of a mode's prompts but at least one.
         """
-        allowed = (
-            0 if self.precision is Precision.FP32 else max(1, int(self.prompts * DIFFERING_SHARE))
-        )
-        many = {mode: count for mode, count in self.differing.items() if count > allowed}
-        found = [
-            f"{m}: {count} of {self.prompts} prompts differ, at most {allowed} may"
-            for m, count in many.items()
-        ]
-        return self.unexcused() + found
+        allowed = 0
+        if self.precision is not Precision.FP32:
+            allowed = max(1, int(self.prompts * DIFFERING_SHARE))
+        found = self.unexcused()
+        for mode, differing in self.differing.items():
+            if differing > allowed:
+                found.append(
+                    f"{mode}: {differing} of {self.prompts} prompts differ, at most {allowed} may"
+                )
+        return found
 
     def unexcused(self) -> list[str]:
-        """Differences that are not near-ties, and a change beyond the ceiling, one sentence each."""
+        """Differences that are no near-ties, and a change beyond the ceiling, one sentence each."""
         found = []
         for d in self.differences:
-            if not self.near_tie(d):
-                why = (
-                    "its margin was not measured"
-                    if d.margin is None
-                    else f"its margin is {d.margin:.3g}"
-                )
-                where = f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1}"
-                found.append(f"{where} ({d.found} instead of {d.expected}); not a near-tie: {why}")
-        if (change := self.largest_change) is not None and change > self.ceiling:
+            if self.near_tie(d):
+                continue
+            why = "its margin was not measured"
+            if d.margin is not None:
+                why = f"its margin is {d.margin:.3g}"
             found.append(
-                f"a logit changes by {change:.3g} between {self.between}, at most {self.ceiling} may"
+                f"{d.arm}: prompt {d.prompt + 1} differs at token {d.position + 1} "
+                f"({d.found} instead of {d.expected}); not a near-tie: {why}"
+            )
+        change = self.largest_change
+        if change is not None and change > self.ceiling:
+            found.append(
+                f"a logit changes by {change:.3g} between {self.between}, "
+                f"at most {self.ceiling} may"
             )
         return found
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> tuple[int, int, int]:
-    """The first position at which two answers differ and both tokens there; -1 for an answer that
-    has ended.
+    """The first position at which two answers differ, and both tokens there.
+
+    A token is -1 where an answer has ended.
     """
-    pairs = enumerate(zip_longest(expected, found, fillvalue=-1))
-    return next(((i, a, b) for i, (a, b) in pairs if a != b), (len(expected), -1, -1))
+    for at, (one, other) in enumerate(zip_longest(expected, found, fillvalue=-1)):
+        if one != other:
+            return at, one, other
+    return len(expected), -1, -1
 
 
 def coarser(*precisions: Precision) -> Precision:
-    """That of several precisions whose logits may change most."""
+    """The one of several precisions whose logits may change most."""
     return max(precisions, key=MOST.__getitem__)

@@ -17,7 +17,7 @@ LOADED = 0.10
 
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
-"""Those that decide which kernels products of integers take, as Linux calls them."""
+"""Instructions that decide which kernels products of integers take, as Linux calls them."""
 
 
 def instructions() -> list[str]:
@@ -28,6 +28,7 @@ def instructions() -> list[str]:
 
 
 def cpu_name() -> str:
+    """The name of the CPU."""
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
@@ -42,18 +43,19 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 def _cpuinfo() -> dict[str, str]:
     """What Linux says of its last processor, by name; nothing elsewhere."""
+    found = dict[str, str]()
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return {
-            name.strip(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
-    return {}
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            name, _, value = line.partition(":")
+            found[name.strip()] = value.strip()
+    return found
 
 
 @dataclass(frozen=True)
 class Load:
-    """``others``: share of all cores used by other processes, 0..1; ``before``/``after``: load
+    """The load of the machine during a measurement.
+
+    ``others``: share of all cores that other processes used, 0..1. ``before``, ``after``: load
     averages.
     """
 
@@ -91,11 +93,9 @@ class LoadWatch:
             import psutil
         self._psutil = psutil
         self._workers = workers
-        self._clock, self._busy, self._own = (
-            perf_counter(),
-            self._busy_seconds(),
-            self._own_seconds(),
-        )
+        self._clock = perf_counter()
+        self._busy = self._busy_seconds()
+        self._own = self._own_seconds()
         self._before = psutil.getloadavg()
 
     def load(self) -> Load:
@@ -113,6 +113,10 @@ class LoadWatch:
         return float(sum(times) - sum(idle))
 
     def _own_seconds(self) -> float:
-        workers = [self._psutil.Process(pid).cpu_times() for pid in self._workers]
-        # The first four are user and system time of this process, and of its children.
-        return sum(os.times()[:4]) + sum(float(worker.user + worker.system) for worker in workers)
+        """CPU seconds of this process, its children and the workers."""
+        own = os.times()
+        seconds = own.user + own.system + own.children_user + own.children_system
+        for pid in self._workers:
+            times = self._psutil.Process(pid).cpu_times()
+            seconds += float(times.user + times.system)
+        return seconds

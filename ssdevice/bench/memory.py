@@ -1,6 +1,4 @@
-"""Memory of one decoding mode, measured in a process of its own: modes in one process would share
-it.
-"""
+"""Memory of one decoding mode, in a process of its own: modes in one process would share it."""
 
 import json
 import subprocess
@@ -28,11 +26,10 @@ def measure_memory(
     prompt: Sequence[int],
     max_tokens: int,
 ) -> dict[str, float]:
-    """The memory, in MB (10⁶ bytes), of a fresh process that opens a bundle and answers a prompt
-    twice.
+    """The memory of a fresh process that opens a bundle and answers a prompt twice.
 
-    ``resident_mb``: after the answers; ``peak_rss_mb``: at its most, mostly while it opens. Raises
-    SSDeviceError.
+    In MB (10⁶ bytes): ``resident_mb`` after the answers, ``peak_rss_mb`` at its most, mostly while
+    it opens. Raises SSDeviceError.
     """
     asked = [str(bundle), app, mode, asdict(options), list(prompt), max_tokens]
     command = [sys.executable, "-P", "-c", START, str(Path(ssdevice.__file__).resolve().parents[1])]
@@ -42,24 +39,20 @@ def measure_memory(
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise SSDeviceError(f"the process that measures memory: {said[-1]}")
-    resident, peak = json.loads(
-        done.stdout.splitlines()[-1]
-    )  # Linux counts in batches: the peak may lag behind
-    return {"resident_mb": round(resident, 1), "peak_rss_mb": round(max(resident, peak), 1)}
+    resident, peak = json.loads(done.stdout.splitlines()[-1])
+    peak = max(resident, peak)  # Linux counts in batches: the peak may lag behind
+    return {"resident_mb": round(resident, 1), "peak_rss_mb": round(peak, 1)}
 
 
 def main() -> None:
-    """The process: what it is asked comes from standard input, its memory in MB goes to standard
-    output.
-    """
+    """The process: it reads what to do from standard input and writes its memory in MB."""
     import psutil
 
     bundle, app, mode, options, prompt, max_tokens = json.load(sys.stdin)
     try:
         with Session.open(bundle, app=app, options=EngineOptions(**options)) as session:
-            for _ in range(
-                2
-            ):  # the first answer opens graphs, which gives back the pages that others have mapped
+            # The first answer opens graphs, which gives back the pages that others have mapped.
+            for _ in range(2):
                 session.reset()
                 for _ in session.runs(prompt, max_tokens=max_tokens, mode=mode):
                     pass

@@ -1,5 +1,4 @@
-"""Compares plain decoding of a bundle with its other modes, and with plain decoding of another
-bundle.
+"""Compares plain decoding of a bundle with its other modes, and with that of another bundle.
 
 One of the modes has *forced* drafts: they put the plain answer on one tree path after another, with
 wrong ids everywhere else, until every node was the end of an accepted run. An untrained or badly
@@ -36,19 +35,21 @@ OTHER = "other bundle"
 def greedy(
     conversation: Conversation, shown: Engine | None, asked: Asked, advance: Advance | set[int]
 ) -> Answerer:
-    """Answers prompts of token ids greedily in one decoding mode, or with forced drafts: a set
-    collects the nodes at which their runs ended.
+    """Answers prompts of token ids greedily in one decoding mode, or with forced drafts.
 
-    ``shown``: an engine of the same bundle that shows logits, if there is one.
+    ``advance``: the mode; or, for forced drafts, a set that collects the nodes at which their runs
+    ended. ``shown``: an engine of the same bundle that shows logits, if there is one.
     """
 
     def answered(ids: Sequence[int], expected: Sequence[int]) -> Answer:
-        def mode(ended: set[int]) -> Advance:
-            return forcer(len(ids), expected, ended) if isinstance(advance, set) else advance
-
-        own = advance if isinstance(advance, set) else set[int]()
-        tokens = answer(conversation, ids, mode(own), asked.stop_ids, asked.max_tokens)
-        return Answer(tokens, lambda: shown_rows(shown, ids, expected or tokens, mode(set())))
+        if isinstance(advance, set):
+            decoding = forcer(len(ids), expected, advance)
+            showing = forcer(len(ids), expected, set())
+        else:
+            decoding = advance
+            showing = advance
+        tokens = answer(conversation, ids, decoding, asked.stop_ids, asked.max_tokens)
+        return Answer(tokens, lambda: shown_rows(shown, ids, expected or tokens, showing))
 
     return answered
 
@@ -56,16 +57,13 @@ def greedy(
 def shown_rows(
     shown: Engine | None, ids: Sequence[int], truth: Sequence[int], advance: Advance
 ) -> Rows | None:
-    """Logits ``[len(truth), vocab]`` of a mode kept on ``truth`` after ``ids``; None without an
-    engine.
+    """Logits ``[len(truth), vocab]`` of a mode kept on ``truth`` after ``ids``.
 
-    The last prompt token is decoded, because prefill shows no logits.
+    None without an engine. The last prompt token is decoded, because prefill shows no logits.
     """
-    return (
-        led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance)
-        if shown is not None
-        else None
-    )
+    if shown is None:
+        return None
+    return led(shown.new_conversation(), ids[:-1], [ids[-1], *truth], advance)
 
 
 def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Comparison:
@@ -76,20 +74,26 @@ def compare_modes(engine: Engine, shown: Engine | None, asked: Asked) -> Compari
     result = Comparison(asked.precision, len(asked.prompts), nodes=engine.geometry.tree.size)
     by = partial(greedy, engine.new_conversation(), shown, asked)
     base = plain_of(engine)
-    others = {PLAIN_STEP: by(plain_step)} if STEP in engine.functions and base is plain else {}
+    others = dict[str, Answerer]()
     if STEP in engine.functions:
-        others |= {SPECULATIVE: by(speculative), FORCED: by(result.nodes_ended)}
+        if base is plain:
+            others[PLAIN_STEP] = by(plain_step)
+        others[SPECULATIVE] = by(speculative)
+        others[FORCED] = by(result.nodes_ended)
     return result.compare("compare decoding modes", asked.prompts, by(base), others, asked.report)
 
 
 class Agreement(Comparison):
-    """The result of ``against_bundle``: two quantizations of a model are two models, which may
-    differ.
+    """The result of ``against_bundle``.
+
+    Two quantizations of a model are two models, which may differ.
     """
 
     def faults(self) -> list[str]:
         """Those of a comparison between float32 bundles; none for other precisions."""
-        return self.unexcused() if self.precision is Precision.FP32 else []
+        if self.precision is not Precision.FP32:
+            return []
+        return self.unexcused()
 
 
 def against_bundle(
@@ -109,16 +113,18 @@ def against_bundle(
     decode = greedy(other.new_conversation(), other_shown, asked, base)
 
     def given(case: tuple[Sequence[int], list[int]], _: Sequence[int]) -> Answer:
-        ids = case[0]
-        tokens = case[1][: room - len(case[0])]
-        return Answer(
-            tokens, lambda: shown_rows(mine, ids, tokens, plain_of(mine) if mine else base)
-        )
+        ids, whole = case
+        tokens = whole[: room - len(ids)]
+        showing = plain_of(mine) if mine is not None else base
+        return Answer(tokens, lambda: shown_rows(mine, ids, tokens, showing))
+
+    def of_other(case: tuple[Sequence[int], list[int]], cut: Sequence[int]) -> Answer:
+        ids, _ = case
+        return decode(ids, cut)
 
     result = Agreement(asked.precision, len(asked.prompts), between="the bundles")
     cases = list(zip(asked.prompts, answers, strict=True))
-    others: dict[str, Answerer] = {OTHER: lambda case, cut: decode(case[0], cut)}
-    return result.compare("compare bundles", cases, given, others, asked.report)
+    return result.compare("compare bundles", cases, given, {OTHER: of_other}, asked.report)
 
 
 def plain_of(engine: Engine) -> Advance:
@@ -136,22 +142,23 @@ def answer(
     """The tokens of one answer, without text."""
 
     def accept(run: Sequence[int]) -> Emission:
-        end = next((i + 1 for i, token in enumerate(run) if token in stop_ids), None)
-        return Emission("", end or len(run), end is not None)
+        for count, token in enumerate(run, 1):
+            if token in stop_ids:
+                return Emission("", count, True)
+        return Emission("", len(run), False)
 
     conversation.length = 0
-    return [
-        token
-        for run in decode(conversation, ids, advance, accept, max_tokens)
-        for token in run.tokens
-    ]
+    tokens = list[int]()
+    for run in decode(conversation, ids, advance, accept, max_tokens):
+        tokens += run.tokens
+    return tokens
 
 
 def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance:
-    """An ``Advance`` that forces ``truth`` onto one tree path per step, node by node, with wrong
-    ids elsewhere; then on those of a short step, if there is one.
+    """An ``Advance`` that forces ``truth`` onto one tree path per step, with wrong ids elsewhere.
 
-    ``ended`` collects the nodes of the whole tree at which runs ended.
+    It takes the paths node by node, then those of a short step, if there is one. ``ended`` collects
+    the nodes of the whole tree at which runs ended.
     """
     turn = 0
     paths = list[tuple[int, ...]]()
@@ -160,11 +167,13 @@ def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance
         nonlocal turn
         g = conversation.geometry
         if not paths:
-            paths.extend((*g.tree.paths, *(g.shorter.tree.paths if conversation.short else ())))
-        at = (
-            conversation.length - prompt_tokens + 1
-        )  # index in truth of what follows the last token
-        node, turn = turn % len(paths), turn + 1
+            paths.extend(g.tree.paths)
+            if conversation.short:
+                paths.extend(g.shorter.tree.paths)
+        # The index in truth of what follows the last token.
+        at = conversation.length - prompt_tokens + 1
+        node = turn % len(paths)
+        turn += 1
         path = paths[node]
         whole = node < g.tree.size
         for stream in range(g.gamma):
@@ -183,14 +192,16 @@ def forcer(prompt_tokens: int, truth: Sequence[int], ended: set[int]) -> Advance
 def lead(
     conversation: Conversation, ids: Sequence[int], truth: Sequence[int], advance: Advance
 ) -> Iterator[int]:
-    """Keep a mode on ``truth`` after ``ids``, whatever it chooses, and yield how many tokens of it
-    each call stood for: 0 for the prefill, then the first and those after it as long as the mode
-    chose them itself.
+    """Keep a mode on ``truth`` after ``ids``, whatever it chooses.
+
+    Yields how many tokens of it each call stood for: 0 for the prefill, then the first and those
+    after it as long as the mode chose them itself.
     """
     conversation.length = 0
     if ids:
         prefill(conversation, ids)
-    yield (at := 0)
+    yield 0
+    at = 0
     while at + 1 < len(truth):
         run = advance(conversation, truth[at])
         kept = 1
@@ -209,11 +220,15 @@ def led(
     Raises BundleError for logits that are not finite.
     """
     rows: list[Rows] = []
-    for kept in filter(None, lead(conversation, ids, truth, advance)):
+    for kept in lead(conversation, ids, truth, advance):
+        if not kept:  # prefill shows no logits
+            continue
         logits = conversation.logits[:kept]
         if not np.isfinite(logits).all():
             raise BundleError(
                 f"{conversation.engine.source}: logits are not finite; export the bundle again"
             )
         rows.extend(logits)
-    return np.stack(rows) if rows else np.zeros((0, conversation.geometry.vocab), np.float32)
+    if not rows:
+        return np.zeros((0, conversation.geometry.vocab), np.float32)
+    return np.stack(rows)

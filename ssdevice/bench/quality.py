@@ -1,19 +1,10 @@
 """Quality of answers as one number per example, so that means and paired intervals can be computed.
 
-========================  =============================================================
-==========================
-metric                    what counts                                                    columns
-========================  =============================================================
-==========================
-``exact_match``           the answer equals a target
-``exact_match``,
-                                                                                         ``exact_match_normalized``
-``final_answer``          the number after ``####`` is the target's
-``final_answer``
-``rouge``                 F-measure of ROUGE-1 and ROUGE-Lsum against the best target    ``rouge1``,
-``rougeLsum``
-========================  =============================================================
-==========================
+- ``exact_match``: whether the answer equals a target. Columns: ``exact_match`` and
+  ``exact_match_normalized``.
+- ``final_answer``: whether the number after ``####`` is the target's. Column: ``final_answer``.
+- ``rouge``: F-measure of ROUGE-1 and ROUGE-Lsum against the best target. Columns: ``rouge1`` and
+  ``rougeLsum``.
 
 Targets of an example are its references, or its completion if it has none. All values are in 0..1.
 """
@@ -47,78 +38,86 @@ def normalize_query(text: str) -> str:
         quoted.append(found.group()[1:-1])
         return QUOTE
 
-    plain = _AROUND_SIGN.sub(
-        r"\1", " ".join(_QUOTED.sub(lift, text.replace(QUOTE, "")).casefold().split())
-    )
-    pieces = plain.rstrip("; ").split(QUOTE)
-    return pieces[0] + "".join(
-        f'"{inner}"{piece}' for inner, piece in zip(quoted, pieces[1:], strict=True)
-    )
+    words = _QUOTED.sub(lift, text.replace(QUOTE, "")).casefold().split()
+    plain = _AROUND_SIGN.sub(r"\1", " ".join(words))
+    first, *others = plain.rstrip("; ").split(QUOTE)
+    whole = first
+    for inner, piece in zip(quoted, others, strict=True):
+        whole += f'"{inner}"{piece}'
+    return whole
 
 
 def final_answer(text: str) -> Decimal | None:
-    """The number after the first ``####`` of a worked solution, or None: ``#### $1,234.0`` is 1234."""
-    if (found := _ANSWER.search(text)) is None:
+    """The number after the first ``####`` of a worked solution: ``#### $1,234.0`` is 1234.
+
+    None if there is no such number.
+    """
+    found = _ANSWER.search(text)
+    if found is None:
         return None
-    before, after, digits = found.groups()
+    minus_before_currency, minus, digits = found.groups()
     value = Decimal(digits.replace(",", ""))
-    return -value if before or after else value
+    if minus_before_currency or minus:
+        return -value
+    return value
 
 
 def exact_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """1 for an answer that equals a target: apart from surrounding space, and after
+    """1 for an answer that equals a target.
+
+    Surrounding space does not count; in the second column, answers are compared after
     ``normalize_query``.
     """
-    pairs = list(zip(predictions, examples, strict=True))
-    forms: dict[str, Callable[[str], str]] = {
-        "exact_match": str.strip,
-        "exact_match_normalized": normalize_query,
-    }
-    return {
-        name: [float(form(p) in map(form, e.targets)) for p, e in pairs]
-        for name, form in forms.items()
-    }
+    equal = list[float]()
+    equal_normalized = list[float]()
+    for prediction, example in zip(predictions, examples, strict=True):
+        targets = [target.strip() for target in example.targets]
+        equal.append(float(prediction.strip() in targets))
+        queries = [normalize_query(target) for target in example.targets]
+        equal_normalized.append(float(normalize_query(prediction) in queries))
+    return {"exact_match": equal, "exact_match_normalized": equal_normalized}
 
 
 def final_answer_match(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """1 for an answer whose number after ``####`` equals that of a target, as numbers (1,000 =
-    1000.0).
+    """1 for an answer whose number after ``####`` equals that of a target: 1,000 is 1000.0.
 
     Raises InputError if no target of an example has such a number.
     """
     scores = []
-    for i, (prediction, example) in enumerate(zip(predictions, examples, strict=True)):
-        accepted = {
-            answer for target in example.targets if (answer := final_answer(target)) is not None
-        }
+    for number, (prediction, example) in enumerate(zip(predictions, examples, strict=True), 1):
+        accepted = {final_answer(target) for target in example.targets} - {None}
         if not accepted:
             raise InputError(
-                f"example {i + 1}: its completion has no '{ANSWER_MARK} number'; choose another metric"
+                f"example {number}: its completion has no '{ANSWER_MARK} number'; "
+                "choose another metric"
             )
         scores.append(float(final_answer(prediction) in accepted))
     return {"final_answer": scores}
 
 
 def rouge(predictions: Sequence[str], examples: Sequence[Example]) -> Scores:
-    """F-measure of ROUGE-1 and ROUGE-Lsum by the rouge-score library with its stemmer, for English
-    text.
+    """F-measure of ROUGE-1 and ROUGE-Lsum, for English text.
 
-    Of several targets the best counts, for each measure. Sentences, which ROUGE-Lsum matches one by
-    one, end at ``.``, ``!`` or ``?`` before a space, or at a line break. Raises MissingExtraError
-    without rouge-score.
+    The rouge-score library computes it, with its stemmer. Of several targets the best counts, for
+    each measure. Sentences, which ROUGE-Lsum matches one by one, end at ``.``, ``!`` or ``?``
+    before a space, or at a line break. Raises MissingExtraError without rouge-score.
     """
     with needs_extra("bench"):
         from rouge_score.rouge_scorer import RougeScorer
-    columns = ("rouge1", "rougeLsum")
-    scorer = RougeScorer(columns, use_stemmer=True)
-    best = [
-        scorer.score_multi(
-            [_SENTENCE_END.sub("\n", t) for t in example.targets],
-            _SENTENCE_END.sub("\n", prediction),
-        )
-        for prediction, example in zip(predictions, examples, strict=True)
-    ]
-    return {column: [float(each[column].fmeasure) for each in best] for column in columns}
+    scorer = RougeScorer(("rouge1", "rougeLsum"), use_stemmer=True)
+    rouge1 = list[float]()
+    rouge_lsum = list[float]()
+    for prediction, example in zip(predictions, examples, strict=True):
+        targets = [_sentence_lines(target) for target in example.targets]
+        best = scorer.score_multi(targets, _sentence_lines(prediction))
+        rouge1.append(float(best["rouge1"].fmeasure))
+        rouge_lsum.append(float(best["rougeLsum"].fmeasure))
+    return {"rouge1": rouge1, "rougeLsum": rouge_lsum}
+
+
+def _sentence_lines(text: str) -> str:
+    """A text with each sentence on a line of its own."""
+    return _SENTENCE_END.sub("\n", text)
 
 
 Metric = Callable[[Sequence[str], Sequence[Example]], Scores]
@@ -130,26 +129,33 @@ METRICS: Mapping[str, Metric] = {
 
 
 def choose_metric(examples: Sequence[Example], wanted: str | None = None) -> str | None:
-    """The metric ``wanted``, or the one that suits the data; None without anything to compare
-    answers with.
+    """The metric ``wanted``, or the one that suits the data.
 
     ``final_answer`` if every example is a worked solution, ``rouge`` if any has references, else
     ``exact_match``. Summaries whose only target is their completion look like queries: name
-    ``rouge`` for them.
+    ``rouge`` for them. None if an example has nothing to compare answers with.
     """
-    if wanted is not None or not all(example.targets for example in examples):
+    if wanted is not None:
         return wanted
-    if examples and all(
-        any(final_answer(target) is not None for target in e.targets) for e in examples
-    ):
+    if not all(example.targets for example in examples):
+        return None
+    if examples and all(map(_is_worked_solution, examples)):
         return "final_answer"
-    return "rouge" if any(e.references for e in examples) else "exact_match"
+    if any(example.references for example in examples):
+        return "rouge"
+    return "exact_match"
+
+
+def _is_worked_solution(example: Example) -> bool:
+    return any(final_answer(target) is not None for target in example.targets)
 
 
 def check_metric(examples: Sequence[Example], wanted: str | None) -> None:
     """Raise what scoring answers to these examples would raise, before they are answered."""
-    if (metric := choose_metric(examples, wanted)) is not None:
-        score(metric, [next(iter(example.targets), "") for example in examples], examples)
+    metric = choose_metric(examples, wanted)
+    if metric is not None:
+        answers = [next(iter(example.targets), "") for example in examples]
+        score(metric, answers, examples)
 
 
 def score(metric: str, predictions: Sequence[str], examples: Sequence[Example]) -> Scores:

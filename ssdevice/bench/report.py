@@ -1,5 +1,6 @@
-"""A measurement as JSON, as Markdown, and as one HTML page without scripts, fonts or pictures from
-elsewhere.
+"""A measurement as JSON, as Markdown, and as one HTML page.
+
+The page has no scripts, fonts or pictures from elsewhere.
 """
 
 import shlex
@@ -29,13 +30,14 @@ def quality_of(result: BenchResult, metric: str | None) -> Json:
 
     ``metric``: see ``choose_metric``.
     """
-    if (metric := choose_metric(result.examples, metric)) is None:
+    chosen = choose_metric(result.examples, metric)
+    if chosen is None:
         return {}
-    found: Json = {"metric": metric}
+    found: Json = {"metric": chosen}
     for name, mode in result.modes.items():
         # Equal tokens have equal scores, so one mode is enough then.
         if name == SPECULATIVE or result.differing(name) or SPECULATIVE not in result.modes:
-            columns = score(metric, [answer.text for answer in mode.answers], result.examples)
+            columns = score(chosen, [answer.text for answer in mode.answers], result.examples)
             found[name] = {
                 column: asdict(mean_interval(values)) for column, values in columns.items()
             }
@@ -57,9 +59,18 @@ def as_json(
     speedup = result.speedup
     drafts = result.acceptance.table(geometry.gamma, geometry.k)
     differing = {name: result.differing(name) for name in result.modes}
+    arms = dict[str, Json]()
+    for name, mode in result.modes.items():
+        arms[name] = _mode(mode, result, geometry, memory.get(name))
+    shares = list[list[float]]()
+    for row in drafts:
+        shares.append([round(share, 4) for share in row])
     return {
         **setting,
-        **{name: to_json(getattr(geometry, name)) for name in ("tree", "gamma", "k", "context")},
+        "tree": to_json(geometry.tree),
+        "gamma": geometry.gamma,
+        "k": geometry.k,
+        "context": geometry.context,
         "prompts": len(result.examples),
         "skipped_prompts": result.skipped,
         "rounds": options.rounds,
@@ -67,16 +78,13 @@ def as_json(
         "valid": result.load.valid,
         "machine": result.load.as_json(),
         "ssdevice": __version__,
-        "arms": {
-            name: _mode(mode, result, geometry, memory.get(name))
-            for name, mode in result.modes.items()
-        },
+        "arms": arms,
         "equal": result.equal,
         "differing_prompts": {name: prompts for name, prompts in differing.items() if prompts},
         "baseline": result.baseline.name if result.baseline else None,
         "speedup": round(speedup.estimate, 4) if speedup else None,
         "speedup_interval": asdict(speedup) if speedup else None,
-        "acceptance_by_stream_and_rank": [[round(share, 4) for share in row] for row in drafts],
+        "acceptance_by_stream_and_rank": shares,
         "quality": quality,
     }
 
@@ -124,35 +132,38 @@ def bounds(interval: Json, digits: int = 2, label: str = "") -> str:
     """The bounds of an interval in brackets, after ``label``; empty if it has none."""
     low = interval["low"]
     high = interval["high"]
-    return f" ({label}{low:.{digits}f}..{high:.{digits}f})" if low is not None else ""
+    if low is None:
+        return ""
+    return f" ({label}{low:.{digits}f}..{high:.{digits}f})"
 
 
 def conditions(report: Json) -> str:
     """How the numbers of a report came about, in words."""
-    chosen = ", ".join(
-        f"{name.replace('_', '-')} {value}" for name, value in (report["sampling"] or {}).items()
-    )
-    machine = report["machine"]
+    left_out = ""
+    if report["skipped_prompts"]:
+        left_out = f" ({report['skipped_prompts']} longer ones left out)"
+    sampling = report["sampling"] or {}
+    chosen = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in sampling.items())
     threads = report["threads"]
     used = count(threads, "thread") if threads else "the engine's threads"
-    long = (
-        f" ({report['skipped_prompts']} longer ones left out)" if report["skipped_prompts"] else ""
-    )
+    machine = report["machine"]
+    hardware = ", ".join([f"{machine['cores']} cores", *machine["instructions"]])
     return (
-        f"{count(report['prompts'], 'prompt')} of {report['data']}{long}, {chosen or 'greedy'}, "
-        f"at most {count(report['max_tokens'], 'token')}, {count(report['rounds'], 'round')}, {used}, "
-        f"context {report['context']}, "
-        f"{machine['cpu']} ({', '.join([str(machine['cores']) + ' cores', *machine['instructions']])})."
+        f"{count(report['prompts'], 'prompt')} of {report['data']}{left_out}, "
+        f"{chosen or 'greedy'}, at most {count(report['max_tokens'], 'token')}, "
+        f"{count(report['rounds'], 'round')}, {used}, context {report['context']}, "
+        f"{machine['cpu']} ({hardware})."
     )
 
 
 def described(report: Json) -> str:
     """The bundle of a report of ``as_json``, in words."""
-    own = report["app_bytes"]
+    own = ""
+    if report["app_bytes"]:
+        own = f", {report['app_bytes'] / 1e6:.1f} MB of them only for the app"
     kernels = "our kernels" if report["kernels"] else "the engine's kernels"
     return (
-        f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB"
-        f"{f', {own / 1e6:.1f} MB of them only for the app' if own else ''}, "
+        f"{report['parameters'] / 1e6:.1f} M parameters, {report['model_mb']:.1f} MB{own}, "
         f"tree of {len(report['tree']) + 1} nodes, γ = {report['gamma']}, k = {report['k']}, "
         f"{report['schedule']} schedule, {kernels}."
     )
@@ -160,8 +171,10 @@ def described(report: Json) -> str:
 
 def why_not_valid(report: Json) -> str:
     """Why the times of a report with ``valid: false`` do not count."""
-    used = f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during the run"
-    return f"{used} (at most {LOADED:.0%} is allowed). Do not quote the times below."
+    return (
+        f"other processes used {report['machine']['others_cpu_share']:.0%} of the machine during "
+        f"the run (at most {LOADED:.0%} is allowed). Do not quote the times below."
+    )
 
 
 def title(report: Json) -> str:
@@ -179,12 +192,13 @@ def heading(report: Json) -> list[str]:
 
 def table(*rows: Sequence[str]) -> list[str]:
     """A table in Markdown; the first row is its head."""
-    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
-    return ["", head, "|---" * len(rows[0]) + "|", *rest, ""]
+    head, *rest = [f"| {' | '.join(row)} |" for row in rows]
+    line = "|---" * len(rows[0]) + "|"
+    return ["", head, line, *rest, ""]
 
 
 def quartiles(arm: Json) -> str:
-    """Those of an arm's tokens per second over the rounds."""
+    """The quartiles of an arm's tokens per second over the rounds."""
     return "{q1:.1f}..{q3:.1f}".format(**arm["spread"]["tokens_per_second"])
 
 
@@ -215,10 +229,10 @@ def as_markdown(report: Json) -> str:
             f"**Speed-up {report['speedup']:.2f}x** over {TITLES[report['baseline']]}{interval}."
         )
     differing = "; ".join(differences(report))
-    same = f"All decoding modes gave the same tokens on all {report['prompts']} prompts."
-    lines.append(
-        f"**{differing}**. `ssdevice verify` tells near-ties from faults." if differing else same
-    )
+    if differing:
+        lines.append(f"**{differing}**. `ssdevice verify` tells near-ties from faults.")
+    else:
+        lines.append(f"All decoding modes gave the same tokens on all {report['prompts']} prompts.")
     if SPECULATIVE in report["arms"]:
         lines += _acceptance(report)
     for name, columns in report["quality"].items():
@@ -247,26 +261,31 @@ def _cells(name: str, arm: Json) -> list[str]:
 
 
 def differences(report: Json) -> list[str]:
-    """Which modes gave other tokens than plain decoding, and where, one sentence each; before them,
-    if it is meant.
+    """Which modes gave other tokens than plain decoding, and where, one sentence each.
+
+    The first sentence says so if that is meant.
     """
-    return ["Inexact: typical acceptance changes the text"] * (
-        "typical_acceptance" in (report["sampling"] or {})
-    ) + [
-        f"{TITLES[name]} gave other tokens on {count(len(prompts), 'prompt')}; the first is prompt {min(prompts) + 1}"
-        for name, prompts in report["differing_prompts"].items()
-    ]
+    found = list[str]()
+    if "typical_acceptance" in (report["sampling"] or {}):
+        found.append("Inexact: typical acceptance changes the text")
+    for name, prompts in report["differing_prompts"].items():
+        found.append(
+            f"{TITLES[name]} gave other tokens on {count(len(prompts), 'prompt')}; "
+            f"the first is prompt {min(prompts) + 1}"
+        )
+    return found
 
 
 def _acceptance(report: Json) -> list[str]:
+    """What became of drafts, as lines of Markdown."""
     histogram = report["arms"][SPECULATIVE]["accepted_histogram"]
+    all_steps = max(sum(histogram), 1)
     shares = ", ".join(
-        f"{n}: {steps / max(sum(histogram), 1):.0%}" for n, steps in enumerate(histogram, 1)
+        f"{tokens}: {steps / all_steps:.0%}" for tokens, steps in enumerate(histogram, 1)
     )
-    held = report["acceptance_by_stream_and_rank"]
-    rows = [
-        [str(stream), *(f"{share:.1%}" for share in ranks)] for stream, ranks in enumerate(held, 1)
-    ]
+    rows = list[list[str]]()
+    for stream, ranks in enumerate(report["acceptance_by_stream_and_rank"], 1):
+        rows.append([str(stream), *(f"{share:.1%}" for share in ranks)])
     columns = ["stream", *(f"rank {rank}" for rank in range(report["k"]))]
     return [
         "",
@@ -285,8 +304,8 @@ TEMPLATE = Path(__file__).with_name("page.html")
 def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
     """Write ``index.html`` and ``report.json`` into a folder, which is made.
 
-    ``command``: the words that measured it; ``report``: of ``as_json`` here or in
-    ``peers.compare``.
+    ``report``: of ``as_json`` here or in ``peers.compare``. ``command``: the words that measured
+    it.
     """
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,15 +314,16 @@ def write_page(report: Json, folder: Path, command: Sequence[str]) -> None:
 
 
 def page(report: Json, command: Sequence[str]) -> str:
+    """The HTML page; arguments as for ``write_page``."""
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.filters.update(words=_words, quartiles=quartiles)
     # The plain arm that others are compared with; None if nothing plain was measured.
     base = report["arms"].get(report["baseline"])
-    speeds = [
-        speed or 0 for arm in report["arms"].values() for speed in arm["prompt_tokens_per_second"]
-    ]
+    speeds = list[float]()
+    for arm in report["arms"].values():
+        speeds += [speed or 0 for speed in arm["prompt_tokens_per_second"]]
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         report=report,
         title=title(report),
@@ -318,6 +338,7 @@ def page(report: Json, command: Sequence[str]) -> str:
 
 
 def _words(name: str) -> str:
+    """An arm in words."""
     return TITLES.get(name, name)
 
 
@@ -329,30 +350,35 @@ def _numbers(report: Json) -> list[tuple[str, str, str]]:
     numbers = [(f"{arms[best]['tokens_per_second']:.1f}", f"tokens/s, {_words(best)}", "")]
     if speedup is not None:
         label = f"speed-up of speculation{bounds(speedup)}"
-        numbers.append(
-            (f"{speedup['estimate']:.2f}x", label, "bad" if speedup["estimate"] < 1 else "")
-        )
+        kind = "bad" if speedup["estimate"] < 1 else ""
+        numbers.append((f"{speedup['estimate']:.2f}x", label, kind))
     if SPECULATIVE in arms:
         numbers.append((f"{arms[SPECULATIVE]['tokens_per_step']:.2f}", "tokens per step (β)", ""))
-    return [*numbers, (f"{arms[best]['ttft_ms']:.0f} ms", "time to first token", "")]
+    numbers.append((f"{arms[best]['ttft_ms']:.0f} ms", "time to first token", ""))
+    return numbers
 
 
 def _losses(report: Json, base: Json | None) -> list[str]:
     """What went worse than plain decoding, in words."""
-    lines = []
+    lines = list[str]()
     for name, arm in report["arms"].items():
         if base is None or arm is base or name == PLAIN_STEP:  # which is there to compare bits
             continue
-        pairs = zip(arm["prompt_tokens_per_second"], base["prompt_tokens_per_second"], strict=True)
-        if slower := sum(mine < theirs for mine, theirs in pairs if mine and theirs):
-            count = len(arm["prompt_tokens_per_second"])
+        speeds = arm["prompt_tokens_per_second"]
+        slower = 0
+        for speed, base_speed in zip(speeds, base["prompt_tokens_per_second"], strict=True):
+            if speed and base_speed and speed < base_speed:
+                slower += 1
+        if slower:
             lines.append(
-                f"{_words(name)} is slower than the fastest plain one on {slower} of {count} prompts"
+                f"{_words(name)} is slower than the fastest plain one "
+                f"on {slower} of {len(speeds)} prompts"
             )
-    lines += differences(report) if "bundle" in report else []
-    return lines + [
-        f"{name} was left out: {reason}" for name, reason in report.get("skipped", {}).items()
-    ]
+    if "bundle" in report:
+        lines += differences(report)
+    for name, reason in report.get("skipped", {}).items():
+        lines.append(f"{name} was left out: {reason}")
+    return lines
 
 
 def _facts(report: Json) -> dict[str, str]:
@@ -364,11 +390,10 @@ def _facts(report: Json) -> dict[str, str]:
         **report.get("versions", {}),
     }
     engines = sorted({arm["version"] for arm in report["arms"].values() if "version" in arm})
+    used = [f"{name} {number}" for name, number in versions.items()]
     return {
         "measured": conditions(report),
         "bundle": described(report) if "bundle" in report else "",
         "system": machine["system"],
-        "versions": ", ".join(
-            [*(f"{name} {number}" for name, number in versions.items()), *engines]
-        ),
+        "versions": ", ".join([*used, *engines]),
     }

@@ -20,6 +20,7 @@ from ssdevice.runtime.session import Session
 from ssdevice.text.tokenizer import ChatTokenizer
 
 WARM_UP_PROMPTS = 2
+"""Prompts that run in every mode before times count."""
 
 
 def fitting(
@@ -30,12 +31,13 @@ def fitting(
     skip_long: bool | None = None,
     file: Path | None = None,
 ) -> tuple[list[Example], list[list[int]]]:
-    """The examples whose prompts, after an app's ``instruction``, have at most ``most`` tokens, and
-    the ids of each.
+    """The examples whose prompts have at most ``most`` tokens, and the ids of each.
 
-    ``skip_long``: leave out the others; None if the user has no such option. ``file``: where the
-    examples are from. Raises InputError, or ContextOverflowError for a prompt that does not fit;
-    both name the prompt.
+    - ``instruction``: the app's, which goes before each prompt.
+    - ``skip_long``: leave out the other examples; None if the user has no such option.
+    - ``file``: where the examples are from.
+
+    Raises InputError, or ContextOverflowError for a prompt that does not fit; both name the prompt.
     """
     kept = []
     prompts = []
@@ -66,10 +68,11 @@ def fitting(
 class Acceptance:
     """Counts over steps.
 
-    A draft is judged by the answer itself, whether or not its step got that far. ``held``: (stream
-    from 1, rank) -> how often that candidate was the true token. ``judged``: stream -> how often
-    the answer was long enough to tell. ``emitted``: tokens of a step, after truncation -> number of
-    steps.
+    A draft is judged by the answer itself, whether or not its step got that far.
+
+    - ``held``: (stream from 1, rank) -> how often that candidate was the true token.
+    - ``judged``: stream -> how often the answer was long enough to tell.
+    - ``emitted``: tokens of a step, after truncation -> number of steps.
     """
 
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -95,13 +98,15 @@ class Acceptance:
         return [self.emitted[n] for n in range(1, emitted + 1)]
 
     def table(self, gamma: int, k: int) -> list[list[float]]:
-        """``[γ, k]`` shares: how often candidate r of stream j was the true token; 0 where nothing
-        was judged.
+        """``[γ, k]`` shares: how often candidate r of stream j was the true token.
+
+        They are 0 where nothing was judged.
         """
-        return [
-            [self.held[j, rank] / max(self.judged[j], 1) for rank in range(k)]
-            for j in range(1, gamma + 1)
-        ]
+        rows = list[list[float]]()
+        for stream in range(1, gamma + 1):
+            judged = max(self.judged[stream], 1)
+            rows.append([self.held[stream, rank] / judged for rank in range(k)])
+        return rows
 
 
 @dataclass(frozen=True)
@@ -137,25 +142,28 @@ class Measured:
         return self.rounds[0]
 
     def differing(self, reference: "Measured") -> list[int]:
-        """Prompts (from 0) whose tokens in any round differ from the first round of ``reference``."""
-        expected = [answer.tokens for answer in reference.answers]
-        return [
-            at
-            for at, tokens in enumerate(expected)
-            if any(each[at].tokens != tokens for each in self.rounds)
-        ]
+        """Prompts (from 0) whose tokens differ in any round from the first of ``reference``."""
+        found = list[int]()
+        for at, expected in enumerate(reference.answers):
+            if any(answers[at].tokens != expected.tokens for answers in self.rounds):
+                found.append(at)
+        return found
 
     def over(self, other: "Measured") -> Interval | None:
-        """Time of ``other`` over time of this by emitted token, prompt by prompt, since answers may
-        differ; None if no prompt took a step in both.
+        """Time of ``other`` over time of this, by emitted token, since answers may differ.
+
+        It is taken prompt by prompt; None if no prompt took a step in both.
         """
-        pairs = [
-            (theirs.decode_seconds / sum(theirs.accepted), mine.decode_seconds / sum(mine.accepted))
-            for answers in zip(self.rounds, other.rounds, strict=True)
-            for mine, theirs in zip(*answers, strict=True)
-            if mine.steps and theirs.steps
-        ]
-        return speedup(*zip(*pairs, strict=True)) if pairs else None
+        own_seconds = list[float]()
+        other_seconds = list[float]()
+        for own_answers, other_answers in zip(self.rounds, other.rounds, strict=True):
+            for own, its in zip(own_answers, other_answers, strict=True):
+                if own.steps and its.steps:
+                    own_seconds.append(own.decode_seconds / sum(own.accepted))
+                    other_seconds.append(its.decode_seconds / sum(its.accepted))
+        if not own_seconds:
+            return None
+        return speedup(other_seconds, own_seconds)
 
     def per_round(self, value: Callable[[Generation], float]) -> Spread:
         """Spread over rounds of ``value``, which maps the total of a round to a number."""
@@ -163,17 +171,22 @@ class Measured:
 
     def seconds(self) -> list[float]:
         """Decoding time of each prompt that took a step: the median over rounds."""
-        columns = zip(*self.rounds, strict=True)
-        return [median(a.decode_seconds for a in column) for column in columns if column[0].steps]
+        found = list[float]()
+        for answers in zip(*self.rounds, strict=True):
+            if answers[0].steps:
+                found.append(median(answer.decode_seconds for answer in answers))
+        return found
 
     @property
     def prompt_tokens_per_second(self) -> list[float | None]:
         """The speed on each prompt: the median over rounds, None for an answer of one token."""
-        columns = zip(*self.rounds, strict=True)
-        return [
-            median(a.tokens_per_second for a in column) if column[0].steps else None
-            for column in columns
-        ]
+        found = list[float | None]()
+        for answers in zip(*self.rounds, strict=True):
+            if answers[0].steps:
+                found.append(median(answer.tokens_per_second for answer in answers))
+            else:
+                found.append(None)
+        return found
 
     @property
     def tokens_per_second(self) -> Spread:
@@ -187,7 +200,11 @@ class Measured:
 
     @property
     def ttft_ms(self) -> Spread:
-        return spread([median(a.prefill_seconds * 1e3 for a in answers) for answers in self.rounds])
+        """Milliseconds to the first token: the median over prompts, spread over rounds."""
+        medians = list[float]()
+        for answers in self.rounds:
+            medians.append(median(answer.prefill_seconds * 1e3 for answer in answers))
+        return spread(medians)
 
     @property
     def prefill_tokens_per_second(self) -> Spread:
@@ -225,14 +242,17 @@ class BenchResult:
 
     @property
     def baseline(self) -> Measured | None:
+        """The faster plain mode; None if nothing plain was measured."""
         plain = [mode for name, mode in self.modes.items() if name not in (SPECULATIVE, ADAPTIVE)]
         return max(plain, key=lambda mode: mode.tokens_per_second.median, default=None)
 
     def differing(self, name: str) -> list[int]:
-        """Prompts (from 0) on which a mode gave other tokens than the first mode: see
-        ``Measured.differing``.
+        """Prompts (from 0) on which a mode gave other tokens than the first mode.
+
+        See ``Measured.differing``.
         """
-        return self.modes[name].differing(next(iter(self.modes.values())))
+        first = next(iter(self.modes.values()))
+        return self.modes[name].differing(first)
 
     @property
     def equal(self) -> bool:
@@ -241,16 +261,21 @@ class BenchResult:
 
     @property
     def speedup(self) -> Interval | None:
-        """Decoding time of the faster plain mode over that of the speculative mode, with an
-        interval over prompts; by token where their answers differ.
+        """Decoding time of the faster plain mode over that of the speculative mode.
+
+        With an interval over prompts; by token where their answers differ.
         """
-        if SPECULATIVE not in self.modes or self.baseline is None:
+        baseline = self.baseline
+        speculative = self.modes.get(SPECULATIVE)
+        if speculative is None or baseline is None:
             return None
-        if self.modes[SPECULATIVE].differing(self.baseline):
-            return self.modes[SPECULATIVE].over(self.baseline)
-        plain = self.baseline.seconds()
-        speculative = self.modes[SPECULATIVE].seconds()
-        return speedup(plain, speculative) if plain and len(plain) == len(speculative) else None
+        if speculative.differing(baseline):
+            return speculative.over(baseline)
+        plain_seconds = baseline.seconds()
+        seconds = speculative.seconds()
+        if not plain_seconds or len(plain_seconds) != len(seconds):
+            return None
+        return speedup(plain_seconds, seconds)
 
 
 def available_modes(functions: Collection[str], streams: bool) -> list[str]:
@@ -259,10 +284,15 @@ def available_modes(functions: Collection[str], streams: bool) -> list[str]:
     ``plain`` uses the T = 1 graph, ``plain_step`` the step graph without its drafts. Without
     ``streams`` all drafts repeat the text, as those of the adaptive mode may.
     """
-    names = ["plain"] if PLAIN in functions else []
-    if STEP not in functions:
-        return names
-    return [*names, PLAIN_STEP, *([SPECULATIVE] if streams else []), *([ADAPTIVE] if names else [])]
+    has_plain = PLAIN in functions
+    names = ["plain"] if has_plain else []
+    if STEP in functions:
+        names.append(PLAIN_STEP)
+        if streams:
+            names.append(SPECULATIVE)
+        if has_plain:
+            names.append(ADAPTIVE)
+    return names
 
 
 def measure(
@@ -290,11 +320,11 @@ def measure(
         counts = acceptance if number == 0 and mode.name == SPECULATIVE else None
         mode.add(number, timed_answer(session, prompts[at], mode.name, options, counts))
     return BenchResult(
-        kept,
-        {mode.name: mode for mode in modes},
-        acceptance,
-        watch.load(),
-        len(examples) - len(kept),
+        examples=kept,
+        modes={mode.name: mode for mode in modes},
+        acceptance=acceptance,
+        load=watch.load(),
+        skipped=len(examples) - len(kept),
     )
 
 
@@ -322,12 +352,12 @@ def timed_answer(
 ) -> Generation:
     """An answer with its times; what its drafts were worth is added to ``acceptance``."""
     session.reset()  # nothing of the prompt is in the cache
-    first = 0
+    first = 0  # tokens of the first run, which came from prefill
     steps = []
-    for run in session.runs(
-        ids, max_tokens=options.max_tokens, mode=mode, sampling=options.sampling
-    ):
-        first = first or len(run.tokens)
+    runs = session.runs(ids, max_tokens=options.max_tokens, mode=mode, sampling=options.sampling)
+    for run in runs:
+        if not first:
+            first = len(run.tokens)
         if run.drafts is not None:
             steps.append((run.drafts.tolist(), len(run.tokens)))
     if acceptance is not None:

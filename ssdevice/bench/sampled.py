@@ -1,5 +1,6 @@
-"""Whether sampled answers are the same in all decoding modes: their tokens, and the bits of their
-log-probabilities.
+"""Whether sampled answers are the same in all decoding modes.
+
+Compared are their tokens, and the bits of their log-probabilities.
 
 A choice is a pure function of a row of logits, the text before it and a seed, so modes differ only
 where their rows do. A difference is a near-tie if the two rows there differ, by at most twice the
@@ -58,8 +59,8 @@ SampledCase = tuple[Sequence[int], Sampling, int]
 class Sampled(Comparison):
     """The result of ``compare_sampled``, whose prompts are answers.
 
-    ``other_bits``: mode -> log-probabilities of equal tokens with other bits than in plain
-    decoding; ``exact``: there may be none.
+    ``other_bits``: mode -> how many log-probabilities of equal tokens have other bits than in plain
+    decoding. ``exact``: whether that is a fault.
     """
 
     other_bits: dict[str, int] = field(default_factory=dict)
@@ -67,25 +68,28 @@ class Sampled(Comparison):
 
     def add(self, number: int, mode: str, expected: Answer, found: Answer) -> None:
         same, one, other = first_difference(expected.tokens, found.tokens)
-        mine = expected.rows
-        theirs = found.rows
-        assert mine is not None and theirs is not None
-        changes = [float(np.abs(a - b).max()) for a, b in zip(mine, theirs, strict=False)]
+        assert expected.rows is not None and found.rows is not None
+        rows = zip(expected.rows, found.rows, strict=False)
+        changes = [float(np.abs(row - other_row).max()) for row, other_row in rows]
         if found.tokens != expected.tokens:
-            margin = (
-                changes[same] if same < len(changes) and changes[same] else math.inf
-            )  # equal rows, equal tokens
+            # Equal rows must choose equal tokens, so nothing excuses that they do not.
+            margin = math.inf
+            if same < len(changes) and changes[same]:
+                margin = changes[same]
             self.differences.append(Difference(mode, number, same, one, other, margin))
         self.largest_change = max([self.largest_change or 0.0, *changes[:same]])
         pairs = zip(expected.logprobs[:same], found.logprobs[:same], strict=True)
         self.other_bits[mode] = self.other_bits.get(mode, 0) + sum(a != b for a, b in pairs)
 
     def faults(self) -> list[str]:
-        wrong = [(mode, other) for mode, other in self.other_bits.items() if other and self.exact]
-        bits = [
-            f"{mode}: {count(other, 'log-probability')} with other bits" for mode, other in wrong
-        ]
-        return [f"sampled, {fault}" for fault in (*super().faults(), *bits)]
+        found = [f"sampled, {fault}" for fault in super().faults()]
+        if self.exact:
+            for mode, other in self.other_bits.items():
+                if other:
+                    found.append(
+                        f"sampled, {mode}: {count(other, 'log-probability')} with other bits"
+                    )
+        return found
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"other_bits": self.other_bits}
@@ -102,8 +106,9 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
     with suppress(SSDeviceError):
         open_grammar(FORM, tokenizer, vocab)
         samplers += (STRUCTURED,)
-    cases = list(product(asked.prompts, samplers, range(seeds)))
-    if not seeds:
+    if seeds:
+        cases = list(product(asked.prompts, samplers, range(seeds)))
+    else:
         cases = [
             (ids, samplers[number % len(samplers)], number)
             for number, ids in enumerate(asked.prompts)
@@ -120,20 +125,11 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
         def sample(case: SampledCase, expected: Sequence[int]) -> Answer:
             """A sampled answer with the rows of logits that its tokens were chosen from."""
             ids, sampler, seed = case
-            grammar = (
-                open_grammar(sampler.structure, tokenizer, vocab)
-                if sampler.structure is not None
-                else None
-            )
-            chooser = Chooser(
-                replace(sampler, seed=seed, logprobs=0),
-                ids,
-                stops,
-                vocab,
-                grammar,
-                engine.kernels,
-                engine.source,
-            )
+            grammar = None
+            if sampler.structure is not None:
+                grammar = open_grammar(sampler.structure, tokenizer, vocab)
+            seeded = replace(sampler, seed=seed, logprobs=0)
+            chooser = Chooser(seeded, ids, stops, vocab, grammar, engine.kernels, engine.source)
             rows: list[Rows] = []
 
             def choose(logits: Rows) -> int:
@@ -144,9 +140,8 @@ def compare_sampled(engine: Engine, tokenizer: ChatTokenizer, asked: Asked, seed
             conversation.chooser = choose
             mode = advance or forcer(len(ids), expected, result.nodes_ended)
             tokens = answer(conversation, ids, mode, stops, asked.max_tokens)
-            return Answer(
-                tokens, lambda: np.stack(rows), [each.chosen for each in chooser.logprobs]
-            )
+            logprobs = [each.chosen for each in chooser.logprobs]
+            return Answer(tokens, lambda: np.stack(rows), logprobs)
 
         return sample
 

@@ -15,14 +15,15 @@ from ssdevice.errors import InputError
 CONFIDENCE = 0.95
 SAMPLES = 10_000
 SEED = 0
-DRAWN_AT_ONCE = 1 << 20  # numbers; limits memory to some tens of MB
+DRAWN_AT_ONCE = 1 << 20
+"""Numbers drawn at once, which limits memory to some tens of MB."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the bounds of its interval at CONFIDENCE; None with fewer than two examples."""
+    """An estimate and the bounds of its interval; they are None with fewer than two examples."""
 
     estimate: float
     low: float | None
@@ -43,7 +44,14 @@ class Spread:
 
 def spread(values: ArrayLike) -> Spread:
     """The spread of one or more values; quartiles are interpolated linearly. Raises InputError."""
-    return Spread(*map(float, np.quantile(_values(values, "values"), (0.5, 0.25, 0.75, 0.0, 1.0))))
+    data = _values(values, "values")
+    return Spread(
+        median=float(np.quantile(data, 0.5)),
+        q1=float(np.quantile(data, 0.25)),
+        q3=float(np.quantile(data, 0.75)),
+        low=float(np.quantile(data, 0.0)),
+        high=float(np.quantile(data, 1.0)),
+    )
 
 
 def mean_interval(values: ArrayLike) -> Interval:
@@ -55,11 +63,10 @@ def mean_interval(values: ArrayLike) -> Interval:
 
 
 def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
-    """Time of the baseline over time of the other, each summed over paired examples or rounds
-    ``[n]``.
+    """Time of the baseline over time of the other, each summed over paired examples ``[n]``.
 
-    As a ratio of sums it weighs answers by their time; 2 means half the time. Raises InputError
-    unless both have the same number (1 or more) of times above 0.
+    They may be rounds as well. As a ratio of sums it weighs answers by their time; 2 means half the
+    time. Raises InputError unless both have the same number (1 or more) of times above 0.
     """
     a = _values(baseline_seconds, "the first sample")
     b = _values(seconds, "the second sample")
@@ -71,11 +78,10 @@ def speedup(baseline_seconds: ArrayLike, seconds: ArrayLike) -> Interval:
 
 
 def _bootstrap(rows: Floats, statistic: Callable[[Floats], Floats]) -> Interval:
-    """Interval over rows ``[n, columns]`` of a statistic that maps means ``[m, columns]`` to
-    ``[m]``.
-    """
+    """The interval over rows ``[n, columns]`` of a statistic of means, ``[m, columns] -> [m]``."""
     estimate = float(statistic(rows.mean(axis=0, keepdims=True))[0])
-    if (count := len(rows)) < 2:
+    count = len(rows)
+    if count < 2:
         return Interval(estimate, None, None)
     rng = np.random.default_rng(SEED)
     at_once = max(1, DRAWN_AT_ONCE // count)

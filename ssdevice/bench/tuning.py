@@ -1,5 +1,7 @@
-"""The fastest draft tree and schedule for a device: the acceptance of every tree is computed from
-one decoding, and the cost of every size that may be chosen is measured.
+"""The fastest draft tree and schedule for a device.
+
+The acceptance of every tree is computed from one decoding; the cost of every size that may be
+chosen is measured.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ from ssdevice.runtime.loop import SPECULATIVE
 from ssdevice.runtime.session import Session
 from ssdevice.tree import MAX_NODES, MISS, Tree, count_paths, tokens_per_step
 
-DIGITS = 4  # of milliseconds
+DIGITS = 4
+"""Decimals of milliseconds in a cost table."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,11 @@ class StepCost(Ruled):
 class CostTable(Ruled):
     """Costs on one device with one setting.
 
-    ``model``: sha256 of the base's weights; ``gamma``, ``msa_layers``: of the app. ``threads``: 0
-    for the engine's default. ``plain_ms``: a plain step, None if the bundles have none. Raises
-    ConfigError for a size that appears twice in a schedule.
+    - ``model``: sha256 of the base's weights. ``gamma``, ``msa_layers``: of the app.
+    - ``threads``: 0 for the engine's default.
+    - ``plain_ms``: a plain step, None if the bundles have none.
+
+    Raises ConfigError for a size that appears twice in a schedule.
     """
 
     device: str
@@ -60,7 +65,8 @@ class CostTable(Ruled):
         super().__post_init__()
         if not self.steps:
             raise ConfigError("steps: none, so there is no tree to choose")
-        if len({(step.nodes, step.schedule) for step in self.steps}) < len(self.steps):
+        sizes = {(step.nodes, step.schedule) for step in self.steps}
+        if len(sizes) < len(self.steps):
             raise ConfigError("steps: a size appears twice in one schedule")
 
     @classmethod
@@ -69,31 +75,35 @@ class CostTable(Ruled):
         return load_strict(cls, read_json(file), str(file))
 
     def write(self, file: Path) -> None:
+        """Write the table to a file, for ``read``."""
         write_json(file, to_json(self))
 
     def check(self, where: str, model: str, gamma: int, msa_layers: int) -> None:
-        """Raise InputError if the table is of another model, or of streams of another number or
-        depth.
-        """
-        layers = ("number of MSA layers", self.msa_layers, msa_layers)
+        """Raise InputError if the table is of another model, or of other streams."""
         check_same(
-            where, "the bundle", ("base model", self.model, model), ("γ", self.gamma, gamma), layers
+            where,
+            "the bundle",
+            ("base model", self.model, model),
+            ("γ", self.gamma, gamma),
+            ("number of MSA layers", self.msa_layers, msa_layers),
         )
 
 
 def check_same(what: str, reference: str, *facts: tuple[str, object, object]) -> None:
-    """Raise InputError for the first of ``facts`` (a name, and its two values) in which ``what``
-    differs from ``reference``.
+    """Raise InputError for the first of ``facts`` in which ``what`` differs from ``reference``.
+
+    A fact is a name and its two values.
     """
-    for name, mine, expected in facts:
-        if mine != expected:
-            raise InputError(f"{what}: its {name} is {mine}, that of {reference} is {expected}")
+    for name, found, expected in facts:
+        if found != expected:
+            raise InputError(f"{what}: its {name} is {found}, that of {reference} is {expected}")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree, the cost of its step in the cheaper schedule, and the tokens that a step emits by the
-    observed drafts.
+    """A tree, the cost of its step in the cheaper schedule, and the tokens that a step emits.
+
+    ``tokens_per_step``: by the observed drafts.
     """
 
     tree: Tree
@@ -113,32 +123,35 @@ def observe(
     max_tokens: int,
     report: Report,
 ) -> list[list[list[int]]]:
-    """For each prompt and token of its answer: the ranks of the next tokens among the candidates of
-    streams 1, 2, ...
+    """The ranks of next tokens among the candidates of streams 1, 2, ..
 
-    Each answer is decoded plainly, then with drafts that are always wrong, so that every step ends
-    at its root and drafts for it.
+    They go by prompt, by token of its answer, and by stream. Each answer is decoded plainly, then
+    with drafts that are always wrong, so that every step ends at its root and drafts for it.
     """
     conversation = engine.new_conversation()
     base = plain_of(engine)
-    return [
-        _ranks(conversation, ids, answer(conversation, ids, base, stop_ids, max_tokens))
-        for ids in track(report, "observe drafts", prompts)
-    ]
+    found = list[list[list[int]]]()
+    for ids in track(report, "observe drafts", prompts):
+        truth = answer(conversation, ids, base, stop_ids, max_tokens)
+        found.append(_ranks(conversation, ids, truth))
+    return found
 
 
 def _ranks(conversation: Conversation, ids: Sequence[int], truth: Sequence[int]) -> list[list[int]]:
-    def wrong(conversation: Conversation, last: int) -> Sequence[int]:
-        return forcer(len(ids), truth, set())(
-            conversation, last
-        )  # the first node of a new forcer is the root
+    """The ranks of one answer, by token and stream."""
 
-    rows = []
+    def wrong(conversation: Conversation, last: int) -> Sequence[int]:
+        # A new forcer begins with the root, for which all drafts are wrong.
+        force = forcer(len(ids), truth, set())
+        return force(conversation, last)
+
+    rows = list[list[int]]()
     for at, _ in enumerate(lead(conversation, ids, truth, wrong), 1):
-        pairs = zip(conversation.drafts.tolist(), chain(truth[at:], repeat(-1)), strict=False)
-        rows.append(
-            [candidates.index(true) if true in candidates else MISS for candidates, true in pairs]
-        )
+        next_tokens = chain(truth[at:], repeat(-1))
+        ranks = list[int]()
+        for candidates, true in zip(conversation.drafts.tolist(), next_tokens, strict=False):
+            ranks.append(candidates.index(true) if true in candidates else MISS)
+        rows.append(ranks)
     return rows
 
 
@@ -149,28 +162,28 @@ def measure_costs(
     options: EngineOptions,
     report: Report,
 ) -> CostTable:
-    """The mean time of each bundle's step while it answers prompts, as ``bench`` counts it, and
-    that of a plain step.
+    """The mean time of each bundle's step while it answers prompts, and that of a plain step.
 
-    ``most``: tokens of an answer. The bundles take turns, prompt by prompt, so that a drift of the
-    machine affects all alike; the least counts for equal sizes and schedules. The table describes
-    this device and the first bundle. Raises InputError if no answer has a second token.
+    Times are counted as ``bench`` does. ``most``: tokens of an answer. The bundles take turns,
+    prompt by prompt, so that a drift of the machine affects all alike; the least counts for equal
+    sizes and schedules. The table describes this device and the first bundle.
+
+    Raises InputError if no answer has a second token.
     """
     session = sessions[0]
-    first = sessions[0].bundle.manifest
+    first = session.bundle.manifest
     counted = BenchOptions(max_tokens=most)
     lanes = [(each, Measured(SPECULATIVE)) for each in sessions]
-    lanes += [(each, Measured("plain")) for each in sessions if PLAIN in each.engine.functions][:1]
+    with_plain = [each for each in sessions if PLAIN in each.engine.functions]
+    if with_plain:
+        lanes.append((with_plain[0], Measured("plain")))
     for each, measured in lanes:
         timed_answer(each, prompts[0], measured.name, counted)  # the first call opens a graph
 
-    turns = take_turns(
-        1,
-        len(prompts),
-        len(lanes),
-        lambda _, done, total, __: report("time steps", done, total, ""),
-    )
-    for number, at, lane in turns:
+    def report_steps(_: str, done: int, total: int, __: str) -> None:
+        report("time steps", done, total, "")
+
+    for number, at, lane in take_turns(1, len(prompts), len(lanes), report_steps):
         each, measured = lanes[lane]
         measured.add(number, timed_answer(each, prompts[at], measured.name, counted))
     costs = [round(measured.ms_per_step.median, DIGITS) for _, measured in lanes]
@@ -204,13 +217,13 @@ def choices(ranks: Sequence[Sequence[Sequence[int]]], costs: Sequence[StepCost])
     are chosen, and of these only what observed drafts fill. Raises InputError if none remains.
     """
     paths = count_paths(ranks)
-    cheapest = {
-        cost.nodes: cost for cost in sorted(costs, key=lambda cost: -cost.ms)
-    }  # the last one of a size
-    trees = [Tree.from_counts(paths, size) for size in cheapest]
-    filled = [tree for size, tree in zip(cheapest, trees, strict=True) if tree.size == size]
+    # Of several costs of a size the last one stays: the least.
+    cheapest = {cost.nodes: cost for cost in sorted(costs, key=lambda cost: -cost.ms)}
+    trees = {size: Tree.from_counts(paths, size) for size in cheapest}
+    filled = [tree for size, tree in trees.items() if tree.size == size]
     if not filled:
-        if (most := max(tree.size for tree in trees)) == 1:
+        most = max(tree.size for tree in trees.values())
+        if most == 1:
             raise InputError(
                 "no draft was ever right: the app has not learned to draft these prompts"
             )

@@ -1,5 +1,7 @@
-"""The kernels of all operations that exported programs use: NumPy functions of operands, which may
-be known only at run time, and of constant parameters.
+"""The kernels of all operations that exported programs use.
+
+They are NumPy functions of operands, which may be known only at run time, and of constant
+parameters.
 
 Floating-point operands are float32 whatever the program declares, and float64 for kernels that sum.
 ``Program`` rounds the result to the declared type.
@@ -16,9 +18,8 @@ import numpy as np
 from ssdevice.errors import SSDeviceError
 from ssdevice.mil.weights import BY_NAME, Array
 
-Tensor: TypeAlias = (
-    Any  # what kernels compute with: an array, or NumPy's scalar where the rank is 0
-)
+Tensor: TypeAlias = Any
+"""What kernels compute with: an array, or NumPy's scalar where the rank is 0."""
 Function = Callable[..., Any]
 Constant = Array | str
 
@@ -28,8 +29,9 @@ class UnsupportedOpError(SSDeviceError):
 
 
 class ExecutionError(SSDeviceError):
-    """An operation could not be executed: an index out of range, shapes that do not fit, a missing
-    parameter.
+    """An operation could not be executed.
+
+    Such as: an index is out of range, shapes do not fit, a parameter is missing.
     """
 
 
@@ -37,10 +39,10 @@ class ExecutionError(SSDeviceError):
 class Kernel:
     """One kernel: ``function(*operands, **parameters)``, which never writes into its operands.
 
-    ``exact``: it only moves or compares values, so its output needs no rounding. ``weight``: it
-    decompresses a constant, which keeps its declared type in every precision. ``sums``: it adds
-    values and gets float64 operands, so that the rounded sum does not depend on the order of its
-    terms.
+    - ``exact``: it only moves or compares values, so its output needs no rounding.
+    - ``weight``: it decompresses a constant, which keeps its declared type in every precision.
+    - ``sums``: it adds values and gets float64 operands, so that the rounded sum does not depend on
+      the order of its terms.
     """
 
     function: Function
@@ -55,46 +57,51 @@ KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(kind: str, operands: str, **traits: bool) -> Callable[[Function], Function]:
-    """Register a function for an operation; the constants that it takes are its keyword-only
-    parameters.
+    """Register a function for an operation.
 
-    ``operands``: names in order; ``?`` marks one that may be absent, ``*`` one that takes a tuple.
-    ``traits``: of Kernel.
+    The constants that it takes are its keyword-only parameters. ``operands``: names in order; ``?``
+    marks one that may be absent, ``*`` one that takes a tuple. ``traits``: of Kernel.
     """
 
     def register(function: Function) -> Function:
-        taken = {} if isinstance(function, np.ufunc) else inspect.signature(function).parameters
-        named = frozenset(
-            name for name, one in taken.items() if one.kind is inspect.Parameter.KEYWORD_ONLY
-        )
-        KERNELS[kind] = Kernel(function, tuple(operands.split()), named, **traits)
+        constants = set[str]()
+        if not isinstance(function, np.ufunc):
+            for name, parameter in inspect.signature(function).parameters.items():
+                if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                    constants.add(name)
+        names = tuple(operands.split())
+        KERNELS[kind] = Kernel(function, names, frozenset(constants), **traits)
         return function
 
     return register
 
 
 def plain(value: Constant) -> Any:
-    """A constant as kernels take it: a text, a number, a list of integers or truth values, or an
-    array of floats.
+    """A constant as kernels take it.
+
+    It is a text, a number, a list of integers or truth values, or an array of floats.
     """
     if isinstance(value, str):
         return value
     if value.ndim == 0:
         return value.item()
-    return value if value.dtype.kind == "f" else value.reshape(-1).tolist()
+    if value.dtype.kind == "f":
+        return value
+    return value.reshape(-1).tolist()
 
 
 # Elementwise: arithmetic, comparisons, activations, casts; and softmax.
 
-for _kind, _name in (
-    ("add", "add"),
-    ("sub", "subtract"),
-    ("mul", "multiply"),
-    ("real_div", "true_divide"),
-):
-    kernel(_kind, "x y")(getattr(np, _name))
-for _kind in ("maximum", "equal", "greater_equal", "less", "less_equal", "logical_and"):
-    kernel(_kind, "x y", exact=True)(getattr(np, _kind))
+kernel("add", "x y")(np.add)
+kernel("sub", "x y")(np.subtract)
+kernel("mul", "x y")(np.multiply)
+kernel("real_div", "x y")(np.true_divide)
+kernel("maximum", "x y", exact=True)(np.maximum)
+kernel("equal", "x y", exact=True)(np.equal)
+kernel("greater_equal", "x y", exact=True)(np.greater_equal)
+kernel("less", "x y", exact=True)(np.less)
+kernel("less_equal", "x y", exact=True)(np.less_equal)
+kernel("logical_and", "x y", exact=True)(np.logical_and)
 
 
 @kernel("sigmoid", "x")
@@ -140,7 +147,9 @@ def _softmax(x: Tensor, *, axis: int = -1) -> Tensor:
 def _cast(x: Tensor, *, dtype: str) -> Tensor:
     # Floats are float32 here; every output is rounded to its declared type, which does the
     # narrowing to float16.
-    if (kind := BY_NAME.get({"fp16": "float16", "fp32": "float32"}.get(dtype, dtype))) is None:
+    names = {"fp16": "float16", "fp32": "float32"}
+    kind = BY_NAME.get(names.get(dtype, dtype))
+    if kind is None:
         raise ExecutionError(f"type {dtype!r} is not supported")
     return x.astype(kind.held, copy=False)
 
@@ -148,9 +157,7 @@ def _cast(x: Tensor, *, dtype: str) -> Tensor:
 # Products of matrices.
 
 BLOCK = 1 << 17
-"""Elements of a weight that are widened to float64 at a time: few enough to stay in the processor's
-cache.
-"""
+"""Elements of a weight that are widened to float64 at a time: they fit a CPU's cache."""
 
 
 @kernel("linear", "x", sums=True)
@@ -170,9 +177,11 @@ def _linear(x: Tensor, *, weight: Array, bias: Array | None = None) -> Tensor:
 def _matmul(
     x: Tensor, y: Tensor, *, transpose_x: bool = False, transpose_y: bool = False
 ) -> Tensor:
-    return np.matmul(
-        x.swapaxes(-1, -2) if transpose_x else x, y.swapaxes(-1, -2) if transpose_y else y
-    )
+    if transpose_x:
+        x = x.swapaxes(-1, -2)
+    if transpose_y:
+        y = y.swapaxes(-1, -2)
+    return np.matmul(x, y)
 
 
 # Reductions and normalization.
@@ -208,7 +217,9 @@ def _layer_norm(
     out = centred / np.sqrt((centred * centred).mean(axis=over, keepdims=True) + epsilon)
     if gamma is not None:
         out = out * gamma.reshape(shape)
-    return out if beta is None else out + beta.reshape(shape)
+    if beta is not None:
+        out = out + beta.reshape(shape)
+    return out
 
 
 # Elements moved or repeated, whatever their values.
@@ -246,19 +257,19 @@ def _slice_by_index(
     end_mask: Sequence[bool] | None = None,
     squeeze_mask: Sequence[bool] | None = None,
 ) -> Tensor:
-    none = [False] * len(begin)
+    rank = len(begin)
+    strides = stride or [1] * rank
+    from_start = begin_mask or [False] * rank
+    to_end = end_mask or [False] * rank
+    squeezed = squeeze_mask or [False] * rank
     parts: list[int | slice] = []
-    for first, last, step, from_start, to_end, squeeze in zip(
-        begin,
-        end,
-        stride or [1] * len(begin),
-        begin_mask or none,
-        end_mask or none,
-        squeeze_mask or none,
-        strict=True,
-    ):
-        start = None if from_start else first
-        parts.append((start or 0) if squeeze else slice(start, None if to_end else last, step))
+    for axis in range(rank):
+        start = None if from_start[axis] else begin[axis]
+        stop = None if to_end[axis] else end[axis]
+        if squeezed[axis]:
+            parts.append(start or 0)
+        else:
+            parts.append(slice(start, stop, strides[axis]))
     return x[tuple(parts)]
 
 
@@ -290,11 +301,13 @@ def _gather(
     if batch_dims:
         raise ExecutionError("batch_dims is not supported")
     size = x.shape[axis]
-    low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, size - 1)
-    if low < 0 or high >= size:  # since iOS 17 negative indices do not count from the end
-        raise ExecutionError(
-            f"index {high if high >= size else low} is out of range for size {size}"
-        )
+    if indices.size:
+        low = int(indices.min())
+        high = int(indices.max())
+        if high >= size:
+            raise ExecutionError(f"index {high} is out of range for size {size}")
+        if low < 0:  # since iOS 17 negative indices do not count from the end
+            raise ExecutionError(f"index {low} is out of range for size {size}")
     return np.take(x, indices, axis)
 
 

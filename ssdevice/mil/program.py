@@ -4,18 +4,14 @@ What a run proves depends on the precision:
 
 ``fp16``
     The output of every operation is rounded once to the type the program declares (float16 for most
-    of an iOS 18
-    program). Inside an operation values are float32 and sums float64, so that a rounded sum does
-    not depend on the
-    order of its terms. This shows what the saved file computes: that conversion, compression,
-    states and integer
-    logic are right and that the range of float16 suffices (an overflow becomes an infinity here
-    too).
+    of an iOS 18 program). Inside an operation values are float32 and sums float64, so that a
+    rounded sum does not depend on the order of its terms. This shows what the saved file computes:
+    that conversion, compression, states and integer logic are right, and that the range of float16
+    suffices (an overflow becomes an infinity here too).
 ``fp32``
     Only the weights are float16: they keep their stored values. Everything else, states included,
-    is float32.
-    Compared with the original model in float32, this shows that the graph is the same function,
-    free of rounding.
+    is float32. Compared with the original model in float32, this shows that the graph is the same
+    function, free of rounding.
 
 Neither shows what a device's runtime does inside an operation: the order and width of its sums,
 which operations it fuses or splits, how it approximates exp or tanh, and what runs on the Neural
@@ -72,10 +68,10 @@ Floating-point states are held as float32.
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call: ``kernel`` takes the values ``reads`` and constant ``parameters``, and gives
-    ``writes``.
+    """One call of a kernel.
 
-    ``rounds``: whether float16 results are rounded. ``frees``: names that are dropped afterwards.
+    It takes the values ``reads`` and constant ``parameters``, and gives ``writes``. ``rounds``:
+    whether float16 results are rounded. ``frees``: names that are dropped afterwards.
     """
 
     operation: Operation
@@ -92,22 +88,26 @@ class Step:
             operands = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
         result = self.kernel.function(*operands, **self.parameters)
         results = result if len(self.writes) > 1 else (result,)
-        return [
-            self._typed(value, kind) for value, (_, kind) in zip(results, self.writes, strict=True)
-        ]
+        typed = list[Any]()
+        for value, (_, kind) in zip(results, self.writes, strict=True):
+            typed.append(self._typed(value, kind))
+        return typed
 
     def _typed(self, value: Any, kind: TensorType) -> Any:
+        """A result in its declared type."""
         assert kind.dtype is not None
         if self.rounds and kind.dtype.name == "float16":
             return round_half(value)
-        return value if value.dtype == kind.dtype.held else value.astype(kind.dtype.held)
+        if value.dtype == kind.dtype.held:
+            return value
+        return value.astype(kind.dtype.held)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A compiled function.
 
-    ``constants``: those that it reads and decompressed weights, floats as float32.
+    ``constants``: the constants and decompressed weights that it reads, floats as float32.
     """
 
     function: Function
@@ -134,23 +134,24 @@ class Program:
     def plan(self, function: str) -> Plan:
         """The compiled function. Raises UnsupportedOpError for an operation without a kernel."""
         if function not in self._plans:
+            found = self.package.function(function)
             with np.errstate(all="ignore"):
-                compiler = _Compiler(
-                    self.package.function(function), self.package, self._shared, self.precision
-                )
+                compiler = _Compiler(found, self.package, self._shared, self.precision)
                 self._plans[function] = compiler.compile()
         return self._plans[function]
 
     def make_state(self, function: str = "") -> State:
-        """Zeroed states of a function, of the first one by default; functions that share them
-        declare the same.
+        """Zeroed states of a function, of the first one by default.
+
+        Functions that share states declare the same ones.
         """
-        inputs = self.package.function(function or next(iter(self.package.functions))).inputs
-        return {
-            name: np.zeros(kind.shape, kind.dtype.held)
-            for name, kind in inputs
-            if kind.state and kind.dtype
-        }
+        if not function:
+            function = next(iter(self.package.functions))
+        state = State()
+        for name, kind in self.package.function(function).inputs:
+            if kind.state and kind.dtype is not None:
+                state[name] = np.zeros(kind.shape, kind.dtype.held)
+        return state
 
     def run(
         self,
@@ -159,14 +160,14 @@ class Program:
         state: State | None = None,
         observe: Observer | None = None,
     ) -> dict[str, Array]:
-        """Outputs of one call by name, in their declared types (float32 for floats in precision
-        "fp32").
+        """Outputs of one call by name, in their declared types.
 
-        ``inputs`` and ``state``: all that the function declares, with its shapes. ``state`` is
-        updated in place; after an error its contents are undefined. ``observe`` is called with
-        every operation and its outputs. The first call of a function checks every result against
-        its declared shape and type. Raises ExecutionError, which names function, operation and
-        output.
+        In precision "fp32" floats are float32. ``inputs`` and ``state``: all that the function
+        declares, with its shapes. ``state`` is updated in place; after an error its contents are
+        undefined. ``observe`` is called with every operation and its outputs.
+
+        The first call of a function checks every result against its declared shape and type. Raises
+        ExecutionError, which names function, operation and output.
         """
         plan = self.plan(function)
         values: dict[str, Any] = {**plan.constants, **(state or {})}
@@ -183,12 +184,12 @@ class Program:
                             check_type(value, kind, f"output {name!r}")
                         values[name] = value
                 except FAILURES as error:
-                    where = f"function {function!r}, {operation.kind} {operation.output!r}"
-                    raise ExecutionError(f"{where}: {error}") from error
+                    raise ExecutionError(
+                        f"function {function!r}, {operation.kind} {operation.output!r}: {error}"
+                    ) from error
                 if observe is not None:
-                    observe(
-                        operation, tuple(np.asarray(values[name]) for name, _ in operation.outputs)
-                    )
+                    outputs = [np.asarray(values[name]) for name, _ in operation.outputs]
+                    observe(operation, tuple(outputs))
                 for name in step.frees:
                     del values[name]
         self._checked.add(function)
@@ -211,20 +212,18 @@ class Program:
             )
         value = array.astype(kind.dtype.held).reshape(kind.shape)
         if kind.dtype.floating:
-            return (
-                round_half(value)
-                if kind.dtype.name == "float16" and self.precision == FP16
-                else value
-            )
+            if kind.dtype.name == "float16" and self.precision == FP16:
+                return round_half(value)
+            return value
         if not np.array_equal(value.ravel(), array.ravel()):
             raise InputError(f"an input is {array.dtype}, its values do not fit {kind.dtype.name}")
         return value
 
     def _output(self, value: Any, kind: TensorType) -> Array:
+        """An output as callers get it."""
         assert kind.dtype is not None
-        return np.array(
-            value, kind.dtype.storage if self.precision == FP16 else kind.dtype.held
-        ).reshape(kind.shape)
+        dtype = kind.dtype.storage if self.precision == FP16 else kind.dtype.held
+        return np.array(value, dtype).reshape(kind.shape)
 
 
 class _Compiler:
@@ -255,41 +254,50 @@ class _Compiler:
             if operation.kind in (READ_STATE, WRITE_STATE):
                 steps.append(self._state_step(operation, where))
             elif kernel is None:
-                what = f"operation {operation.kind!r} is not supported by the interpreter"
-                how = "export the bundle again if the package was edited, otherwise run it on a Mac"
-                raise UnsupportedOpError(f"{where}: {what}; {how}")
+                raise UnsupportedOpError(
+                    f"{where}: operation {operation.kind!r} is not supported by the interpreter; "
+                    "export the bundle again if the package was edited, otherwise run it on a Mac"
+                )
             elif kernel.weight:
                 self._decompress(self._step(operation, kernel, where), where)
             else:
                 steps.append(self._step(operation, kernel, where))
-        for name in (*(name for step in steps for name in step.reads), *self._function.outputs):
+        for step in steps:
+            for name in step.reads:
+                self._constant(name)
+        for name in self._function.outputs:
             self._constant(name)
-        states = {name for name, kind in self._function.inputs if kind.state}
-        return Plan(
-            self._function, _with_frees(steps, {*states, *self._function.outputs}), self._known
-        )
+        kept = {name for name, kind in self._function.inputs if kind.state}
+        kept.update(self._function.outputs)
+        return Plan(self._function, _with_frees(steps, kept), self._known)
 
     def _state_step(self, operation: Operation, where: str) -> Step:
-        given = [name for key in ("input", "data") for name in operation.inputs.get(key, ())]
-        state = {
-            name: kind for name, kind in self._function.inputs if kind.state and name in given[:1]
-        }
-        if not state or len(given) != (1 if operation.kind == READ_STATE else 2):
+        """A step that reads or writes a state."""
+        given = [*operation.inputs.get("input", ()), *operation.inputs.get("data", ())]
+        states = {name: kind for name, kind in self._function.inputs if kind.state}
+        expected = 1 if operation.kind == READ_STATE else 2
+        if len(given) != expected or given[0] not in states:
             raise ExecutionError(
                 f"{where}: it takes a state of the function, and one value to write"
             )
-        writes = operation.outputs if operation.kind == READ_STATE else tuple(state.items())
-        return Step(operation, SAME, (given[-1],), {}, writes, False)
+        state = given[0]
+        if operation.kind == READ_STATE:
+            return Step(operation, SAME, (state,), {}, operation.outputs, rounds=False)
+        written = given[1]
+        return Step(operation, SAME, (written,), {}, ((state, states[state]),), rounds=False)
 
     def _step(self, operation: Operation, kernel: Kernel, where: str) -> Step:
+        """A step of one kernel."""
         reads: list[str] = []
+        operands = set[str]()
         for operand in kernel.operands:
             name = operand.rstrip("?*")
+            operands.add(name)
             if name not in operation.inputs and not operand.endswith("?"):
                 raise ExecutionError(f"{where}: parameter {name!r} is missing")
             reads += operation.inputs.get(name, ())
         parameters = {}
-        for name in operation.inputs.keys() - {operand.rstrip("?*") for operand in kernel.operands}:
+        for name in operation.inputs.keys() - operands:
             sources = operation.inputs[name]
             value = self._constant(sources[0]) if len(sources) == 1 else None
             if name not in kernel.parameters or value is None:
@@ -307,33 +315,36 @@ class _Compiler:
         stored = [constants[name] for name in step.reads if name in constants]
         if len(stored) < len(step.reads) or len(step.writes) != 1:
             raise UnsupportedOpError(f"{where}: a weight that is not made of stored constants")
-        ((name, kind),) = step.writes
+        [(name, kind)] = step.writes
 
         def make() -> Array:
             try:
-                return np.asarray(
-                    step.run([_widened(self._package.constant(value)) for value in stored])[0]
-                )
+                operands = [_widened(self._package.constant(value)) for value in stored]
+                [result] = step.run(operands)
             except FAILURES as error:
                 raise ExecutionError(f"{where}: {error}") from error
+            return np.asarray(result)
 
-        self._known[name] = array = self._made(
-            (step.operation.kind, kind, *map(_origin, stored)), make
-        )
+        key = (step.operation.kind, kind, *map(_origin, stored))
+        array = self._made(key, make)
+        self._known[name] = array
         check_type(array, kind, where)
 
     def _constant(self, name: str) -> Constant | None:
         """A constant or decompressed weight; None for what is only known at run time."""
-        if (value := self._function.constants.get(name)) is None or name in self._known:
-            return self._known.get(name)
+        if name in self._known:
+            return self._known[name]
+        value = self._function.constants.get(name)
+        if value is None:
+            return None
         if isinstance(value.data, str):
             return value.data
-        self._known[name] = array = self._made(
-            _origin(value), lambda: self._package.constant(value)
-        )
+        array = self._made(_origin(value), lambda: self._package.constant(value))
+        self._known[name] = array
         return array
 
     def _made(self, key: Hashable, make: Callable[[], Array]) -> Array:
+        """The array of this origin, made if no function has it yet."""
         if key not in self._shared:
             self._shared[key] = _widened(make()).view()
             self._shared[key].flags.writeable = False
@@ -341,12 +352,17 @@ class _Compiler:
 
 
 def _origin(value: Value) -> Hashable:
-    """Equal for constants with equal contents."""
-    return value.type, value.data.tobytes() if isinstance(value.data, np.ndarray) else value.data
+    """What is equal for constants with equal contents."""
+    if isinstance(value.data, np.ndarray):
+        return value.type, value.data.tobytes()
+    return value.type, value.data
 
 
 def _widened(array: Array) -> Array:
-    return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+    """Floats as float32, other values as they are."""
+    if array.dtype.kind == "f":
+        return array.astype(np.float32, copy=False)
+    return array
 
 
 def round_half(value: Any) -> Array:

@@ -1,6 +1,4 @@
-"""A saved ``.mlpackage``: its manifest, program and weights, all checked before anything is
-computed.
-"""
+"""A saved ``.mlpackage``: manifest, program and weights, checked before anything is computed."""
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -14,7 +12,8 @@ from ssdevice.mil.weights import Array, BlobFile, decode
 
 MANIFEST = "Manifest.json"
 DATA = "Data"
-MODEL_PATH = "@model_path/"  # in a program: the folder that holds the model file
+MODEL_PATH = "@model_path/"
+"""In a program: the folder that holds the model file."""
 MAX_PROGRAM_BYTES = 1 << 30
 
 
@@ -72,17 +71,17 @@ class Package:
         return self.functions[name]
 
     def constant(self, value: Value) -> Array:
-        """The array of a tensor constant in its stored type, from the program or from the weight
-        file.
+        """The array of a tensor constant in its stored type.
+
+        It is in the program, or in the weight file.
         """
         if isinstance(value.data, str):
             raise BundleError(f"{self.path}: a string is given where a tensor is needed")
         if not isinstance(value.data, BlobRef):
             return value.data
         assert value.type.dtype is not None
-        return decode(self._stored(value), value.type.dtype, value.type.count).reshape(
-            value.type.shape
-        )
+        elements = decode(self._stored(value), value.type.dtype, value.type.count)
+        return elements.reshape(value.type.shape)
 
     def places(self, function: Function) -> dict[BlobRef, int]:
         """Bytes of the weights that a function reads, by their place in the weight files."""
@@ -125,7 +124,8 @@ def _root_model(path: Path) -> Path:
         )
     files = {}
     for key, item in items.items():
-        if not isinstance(name := item.get("path") if isinstance(item, dict) else None, str):
+        name = item.get("path") if isinstance(item, dict) else None
+        if not isinstance(name, str):
             raise BundleError(f"{manifest}: item {key!r} has no path")
         files[key] = _inside(path / DATA, name, path)
         if not files[key].exists():

@@ -1,5 +1,6 @@
-"""The contents of a model file as dataclasses: functions, operations, types, constants
-(Model.proto, MIL.proto).
+"""The contents of a model file as dataclasses: functions, operations, types, constants.
+
+Sources: Model.proto and MIL.proto of coremltools.
 """
 
 import math
@@ -31,8 +32,9 @@ class ModelFileError(ValueError):
 
 @dataclass(frozen=True)
 class BlobRef:
-    """A constant in the weight file: ``file`` as the model spells it, ``offset`` of its metadata in
-    bytes.
+    """A constant in the weight file.
+
+    ``file``: as the model spells it. ``offset``: of its metadata, in bytes.
     """
 
     file: str
@@ -97,26 +99,28 @@ class Function:
     @cached_property
     def types(self) -> dict[str, TensorType]:
         """The declared type of every value."""
-        types = {
-            **dict(self.inputs),
-            **{name: value.type for name, value in self.constants.items()},
-        }
-        return types | {
-            name: kind for operation in self.operations for name, kind in operation.outputs
-        }
+        types = dict(self.inputs)
+        for name, value in self.constants.items():
+            types[name] = value.type
+        for operation in self.operations:
+            types.update(operation.outputs)
+        return types
 
     @cached_property
     def makers(self) -> dict[str, str]:
         """The kind of operation that makes each value that is no input."""
-        made = {
-            name: operation.kind for operation in self.operations for name, _ in operation.outputs
-        }
-        return dict.fromkeys(self.constants, CONST) | made
+        kinds = dict.fromkeys(self.constants, CONST)
+        for operation in self.operations:
+            for name, _ in operation.outputs:
+                kinds[name] = operation.kind
+        return kinds
 
     def constant(self, operation: Operation, parameter: str) -> Value | None:
         """The constant given for a parameter; None if it is absent, computed or several values."""
         names = operation.inputs.get(parameter, ())
-        return self.constants.get(names[0]) if len(names) == 1 else None
+        if len(names) != 1:
+            return None
+        return self.constants.get(names[0])
 
 
 @cache
@@ -125,12 +129,14 @@ def model_class() -> Any:
 
     It is imported without the rest of coremltools, which imports torch and takes seconds.
     """
-    if (found := find_spec("coremltools")) is None or found.origin is None:
+    found = find_spec("coremltools")
+    if found is None or found.origin is None:
         raise ModuleNotFoundError("coremltools is not installed", name="coremltools")
     file = Path(found.origin).parent / "proto" / "__init__.py"
     spec = spec_from_file_location(PROTO, file, submodule_search_locations=[str(file.parent)])
     assert spec is not None and spec.loader is not None
-    module = sys.modules[PROTO] = module_from_spec(spec)
+    module = module_from_spec(spec)
+    sys.modules[PROTO] = module
     spec.loader.exec_module(module)
     return import_module(f"{PROTO}.Model_pb2").Model
 
@@ -154,6 +160,7 @@ def parse_model(data: bytes) -> tuple[int, Mapping[str, Function]]:
 
 
 def _function(name: str, body: Any) -> Function:
+    """A function from its protobuf message; raises ModelFileError."""
     where = f"function {name!r}"
     if body.opset not in body.block_specializations:
         raise ModelFileError(f"{where} has no block for its opset {body.opset!r}")
@@ -171,13 +178,18 @@ def _function(name: str, body: Any) -> Function:
         else:
             outputs = tuple(map(_named_type, item.outputs))
             operations.append(Operation(item.type, _inputs(item, constants), outputs))
-    _check_names(where, [each for each, _ in (*inputs, *constants)], operations, block.outputs)
+    given = [*dict(inputs), *(constant for constant, _ in constants)]
+    _check_names(where, given, operations, block.outputs)
     return Function(name, inputs, tuple(block.outputs), dict(constants), tuple(operations))
 
 
 def _check_names(
     where: str, given: Iterable[str], operations: Iterable[Operation], returned: Iterable[str]
 ) -> None:
+    """Raise ModelFileError unless every value is defined once, before it is read or returned.
+
+    ``given``: names of inputs and constants.
+    """
     known: set[str] = set()
 
     def define(names: Iterable[str]) -> None:
@@ -188,12 +200,12 @@ def _check_names(
 
     define(given)
     for operation in operations:
-        if (
-            early := next((name for name in operation.reads if name not in known), None)
-        ) is not None:
-            raise ModelFileError(
-                f"{where}: {operation.kind} {operation.output!r} reads {early!r} before it is defined"
-            )
+        for name in operation.reads:
+            if name not in known:
+                raise ModelFileError(
+                    f"{where}: {operation.kind} {operation.output!r} reads {name!r} "
+                    "before it is defined"
+                )
         define(name for name, _ in operation.outputs)
     for name in returned:
         if name not in known:
@@ -205,7 +217,8 @@ def _inputs(item: Any, constants: list[tuple[str, Value]]) -> dict[str, tuple[st
 
     Constants written into the operation are added to ``constants``.
     """
-    # Older forms of some operations give their parameters as attributes.
+    # By parameter, names of values or constants. Older forms of some operations give their
+    # parameters as attributes.
     given: dict[str, list[Any]] = {
         key: [value] for key, value in item.attributes.items() if key != "name"
     }
@@ -214,24 +227,32 @@ def _inputs(item: Any, constants: list[tuple[str, Value]]) -> dict[str, tuple[st
             each.value if each.HasField("value") else each.name for each in argument.arguments
         ]
     output = item.outputs[0].name if item.outputs else ""
-    inputs = {}
+    inputs = dict[str, tuple[str, ...]]()
     for key, arguments in given.items():
-        named = [
-            (a if isinstance(a, str) else f"{output}.{key}.{i}", a) for i, a in enumerate(arguments)
-        ]
-        constants += [(name, _value(a)) for name, a in named if not isinstance(a, str)]
-        inputs[key] = tuple(name for name, _ in named)
+        names = list[str]()
+        for index, argument in enumerate(arguments):
+            if isinstance(argument, str):
+                names.append(argument)
+            else:
+                name = f"{output}.{key}.{index}"
+                names.append(name)
+                constants.append((name, _value(argument)))
+        inputs[key] = tuple(names)
     return inputs
 
 
 def _named_type(named: Any) -> tuple[str, TensorType]:
-    if (parsed := _type(named.type)) is None:
+    """A value's name and type; raises ModelFileError."""
+    parsed = _type(named.type)
+    if parsed is None:
         raise ModelFileError(f"{named.name!r} has a type that is neither a tensor nor a state")
     return named.name, parsed
 
 
 def _type(kind: Any) -> TensorType | None:
-    if state := kind.HasField("stateType"):
+    """A type from its protobuf message; None if it is neither a tensor nor a state."""
+    state = kind.HasField("stateType")
+    if state:
         kind = kind.stateType.wrappedType
     if not kind.HasField("tensorType"):
         return None
@@ -250,7 +271,8 @@ def _type(kind: Any) -> TensorType | None:
 
 def _value(value: Any) -> Value:
     """A constant. Raises ModelFileError if it does not hold as many elements as its type says."""
-    if (kind := _type(value.type)) is None:
+    kind = _type(value.type)
+    if kind is None:
         raise ModelFileError("a constant is not a tensor")
     if value.HasField("blobFileValue"):
         return Value(kind, BlobRef(value.blobFileValue.fileName, value.blobFileValue.offset))
@@ -273,7 +295,8 @@ def _elements(tensor: Any, dtype: DType, count: int) -> Array:
         return np.array(tensor.floats.values, np.float32).astype(dtype.storage)
     if held in ("ints", "bools"):
         wide = np.array(getattr(tensor, held).values, np.int64)
-        if not np.array_equal(narrow := wide.astype(dtype.storage), wide):
+        narrow = wide.astype(dtype.storage)
+        if not np.array_equal(narrow, wide):
             raise ModelFileError(f"a constant does not fit {dtype.name}")
         return narrow
     if held == "bytes":

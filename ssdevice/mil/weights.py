@@ -1,5 +1,4 @@
-"""Element types of MIL programs, and the weight file of a ``.mlpackage`` (MILBlob, version 2), read
-with NumPy.
+"""Element types of MIL programs, and the weight file of a ``.mlpackage`` (MILBlob, version 2).
 
 The file is a 64-byte header (number of entries, version) followed by entries. An entry is 64 bytes
 of metadata (sentinel, element type, size in bytes, offset of the data, unused bits at its end) and
@@ -31,8 +30,10 @@ _METADATA = struct.Struct("<IIQQQ32x")
 class DType:
     """One element type.
 
-    ``proto``: its code in MIL.proto (DataType). ``blob``: its code in the weight file (0: never
-    stored there). ``bits``: of a packed element. ``storage``: the NumPy type of unpacked arrays.
+    - ``proto``: its code in MIL.proto (DataType).
+    - ``blob``: its code in the weight file (0: never stored there).
+    - ``bits``: of a packed element.
+    - ``storage``: the NumPy type of unpacked arrays.
     """
 
     name: str
@@ -58,7 +59,7 @@ class DType:
 
     def bytes(self, count: int) -> int:
         """Bytes of ``count`` elements."""
-        return -(-count * self.bits // 8)
+        return (count * self.bits + 7) // 8
 
 
 DTYPES = (
@@ -80,15 +81,15 @@ STRING_PROTO = 2
 
 
 def decode(data: Array, dtype: DType, count: int) -> Array:
-    """``count`` elements from their little-endian bytes ``data [bytes] uint8``: a view, or a copy
-    if packed.
+    """``count`` elements from their little-endian bytes ``data [bytes] uint8``.
+
+    A view, or a copy if they are packed.
     """
     if not dtype.packed:
         return data.view(dtype.storage.newbyteorder("<"))
-    bits = np.unpackbits(data, bitorder="little", count=count * dtype.bits).reshape(
-        count, dtype.bits
-    )
-    values = np.packbits(bits, axis=1, bitorder="little")[:, 0]
+    bits = np.unpackbits(data, bitorder="little", count=count * dtype.bits)
+    by_element = bits.reshape(count, dtype.bits)
+    values = np.packbits(by_element, axis=1, bitorder="little")[:, 0]
     if dtype.storage.kind == "u":
         return values
     shift = 8 - dtype.bits
@@ -113,10 +114,10 @@ class BlobFile:
             raise BundleError(f"{path}: weight storage version {version}, expected {VERSION}")
 
     def data(self, offset: int, dtype: DType, count: int) -> Array:
-        """The bytes [size] uint8 of the entry with metadata at ``offset``, which must hold
-        ``count`` of ``dtype``.
+        """The bytes [size] uint8 of the entry with metadata at ``offset``.
 
-        Raises BundleError if the metadata, the type, the size or the bounds of the data are wrong.
+        It must hold ``count`` elements of ``dtype``. Raises BundleError if the metadata, the type,
+        the size or the bounds of the data are wrong.
         """
         where = f"{self.path}: the weight at offset {offset}"
         if offset % ALIGNMENT or offset < _HEADER.size or offset + _METADATA.size > self.size:
@@ -128,22 +129,20 @@ class BlobFile:
             raise BundleError(
                 f"{where} has no metadata; the program and its weight file do not belong together"
             )
-        if (stored := BY_BLOB.get(number)) is not dtype:
-            raise BundleError(
-                f"{where} is {stored.name if stored else f'of type {number}'}, expected {dtype.name}"
-            )
+        stored = BY_BLOB.get(number)
+        if stored is not dtype:
+            found = f"of type {number}" if stored is None else stored.name
+            raise BundleError(f"{where} is {found}, expected {dtype.name}")
         needed = dtype.bytes(count)
         # Packed data is rounded up to whole bytes; `padding` is the number of unused bits.
         if size != needed or (dtype.packed and size * 8 - padding != count * dtype.bits):
             raise BundleError(
                 f"{where} has {size} bytes, {count} elements of {dtype.name} need {needed}"
             )
-        if (
-            start % ALIGNMENT
-            or start < _HEADER.size
-            or start > self.size
-            or size > self.size - start
-        ):
-            what = f"{where} needs bytes {start}..{start + size}, the file has {self.size}"
-            raise BundleError(f"{what}: it was cut short or edited")
+        inside = _HEADER.size <= start <= self.size and size <= self.size - start
+        if start % ALIGNMENT or not inside:
+            raise BundleError(
+                f"{where} needs bytes {start}..{start + size}, the file has {self.size}: "
+                "it was cut short or edited"
+            )
         return np.frombuffer(self._data, np.uint8, size, start)

@@ -1,5 +1,6 @@
-"""The streams in an app's adapter folder: ``streams.safetensors`` and ``streams.json``, beside
-PEFT's files.
+"""The streams in an app's adapter folder: ``streams.safetensors`` and ``streams.json``.
+
+They lie beside PEFT's files.
 """
 
 import json
@@ -16,23 +17,22 @@ from ssdevice.errors import InputError, check_no_pointer
 from ssdevice.model.streams import Streams, check_draft_ids
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+IN_HALF = ("adapters.", "token.", "follow.", "own.")
+"""How the names of tensors begin that are stored in float16, as a LoRA's factors are."""
 
 
 def write_streams(folder: Path, streams: Streams, settings: AdapterSettings) -> None:
-    """Write ``streams.json`` and ``streams.safetensors``: factors in float16, as a LoRA's are,
-    others in float32.
+    """Write ``streams.json`` and ``streams.safetensors``.
+
+    Tensors are stored in float32, those that IN_HALF names in float16.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
     for name, value in streams.state_dict().items():
-        kind = (
-            torch.float16
-            if name.startswith(("adapters.", "token.", "follow.", "own."))
-            else torch.float32
-        )
-        weights[name] = (
-            (value.detach().to(kind) if value.is_floating_point() else value).cpu().contiguous()
-        )
+        stored = value
+        if value.is_floating_point():
+            stored = value.detach().to(torch.float16 if name.startswith(IN_HALF) else torch.float32)
+        weights[name] = stored.cpu().contiguous()
     save_file(weights, str(folder / WEIGHTS))
     text = json.dumps(to_json(settings), indent=2, ensure_ascii=False)
     (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
@@ -52,24 +52,12 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
         weights = load_file(str(file))
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file}: cannot be read as safetensors ({error})") from error
-    own = streams.state_dict()
     expected = {
-        name: tuple(value.shape)
-        for name, value in own.items()
+        name: value
+        for name, value in streams.state_dict().items()
         if name.partition(".")[0] not in added
     }
-    for name, shape in expected.items():
-        if name not in weights:
-            raise InputError(f"{file}: tensor {name!r} is missing")
-        if tuple(weights[name].shape) != shape:
-            raise InputError(
-                f"{file}: tensor {name!r} has shape {list(weights[name].shape)}, expected {list(shape)}"
-            )
-    for name, value in weights.items():
-        if name not in expected:
-            raise InputError(f"{file}: unexpected tensor {name!r}")
-        if own[name].is_floating_point():
-            check_values(file, name, value)
+    _check_tensors(file, weights, expected)
     if streams.config.draft_vocabulary:
         ids = weights["draft_ids"]
         if ids.dtype != torch.int32:
@@ -78,13 +66,30 @@ def load_streams(folder: Path, streams: Streams, added: tuple[str, ...] = ()) ->
     streams.load_state_dict(weights, strict=not added)
 
 
+def _check_tensors(file: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Raise InputError unless a file's tensors have the names and shapes of ``expected``."""
+    for name, own in expected.items():
+        if name not in weights:
+            raise InputError(f"{file}: tensor {name!r} is missing")
+        shape = list(weights[name].shape)
+        if shape != list(own.shape):
+            raise InputError(
+                f"{file}: tensor {name!r} has shape {shape}, expected {list(own.shape)}"
+            )
+    for name, value in weights.items():
+        if name not in expected:
+            raise InputError(f"{file}: unexpected tensor {name!r}")
+        if expected[name].is_floating_point():
+            check_values(file, name, value)
+
+
 def check_values(file: Path, name: str, value: Tensor) -> None:
-    """Raise InputError for values that are not finite, and for a tensor of integers or of floats of
-    8 bits.
-    """
+    """Raise InputError for a tensor of integers or of 8-bit floats, or with values not finite."""
     if value.dtype not in FLOATS:
         kind = str(value.dtype).removeprefix("torch.")
-        what = f"tensor {name!r} is {kind}, as quantized weights are"
-        raise InputError(f"{file}: {what}: save the adapter in float32, float16 or bfloat16")
+        raise InputError(
+            f"{file}: tensor {name!r} is {kind}, as quantized weights are: "
+            "save the adapter in float32, float16 or bfloat16"
+        )
     if not torch.isfinite(value).all():
         raise InputError(f"{file}: tensor {name!r} has values that are not finite")

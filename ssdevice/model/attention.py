@@ -1,5 +1,4 @@
-"""Attention over several separate runs of key/value rows, and the function through which Hugging
-Face layers call it.
+"""Attention over several separate runs of key and value rows, as Hugging Face layers call it.
 
 Past, tree and stream rows are never concatenated: the scores against each run are computed
 separately and then joined, so the cache is read in place. Keys and values are lists of ``[batch,
@@ -8,8 +7,6 @@ kv_heads, rows, head_dim]``. A target may attend in another way: see ``ssdevice.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +14,7 @@ from transformers import AttentionInterface
 
 NAME = "ssdevice"
 MASKED = -1e9
-"""Additive mask of an invisible row; half-precision targets use another (``Operators.mask_value``)."""
+"""Additive mask of an invisible row; see ``Operators.mask_value`` for half-precision targets."""
 
 KeyValue = tuple[Tensor, Tensor]
 Context = Sequence[Sequence[KeyValue]]
@@ -46,12 +43,11 @@ Attention = Callable[[Attending], Tensor]
 
 
 class Rows:
-    """The cache object that Hugging Face layers see: it keeps each layer's new rows and puts them
-    after the past ones.
+    """The cache object that Hugging Face layers see.
 
-    ``past[i]``: runs of committed rows of layer i, each (keys, values). ``positions``: of the new
-    rows. After the layers ran, ``new[i]`` has layer i's new keys and values, ``[batch, kv_heads,
-    rows, head_dim]`` each.
+    It keeps each layer's new rows and puts them after the past ones. ``past[i]``: runs of committed
+    rows of layer i, each (keys, values). ``positions``: of the new rows. After the layers ran,
+    ``new[i]`` has layer i's new keys and values, ``[batch, kv_heads, rows, head_dim]`` each.
     """
 
     is_compileable = False
@@ -65,12 +61,14 @@ class Rows:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object
     ) -> "tuple[Runs, list[Tensor]]":
-        """Called by a layer's attention with its new rows, ``[B, kv_heads, rows, head_dim]`` each;
-        ``_attend_rows`` receives the result: the runs of keys and of values, the new ones last.
+        """Called by a layer's attention with its new rows, ``[B, kv_heads, rows, head_dim]`` each.
+
+        Returns the runs of keys and of values, the new ones last, which ``_attend_rows`` receives.
         """
         self.new[layer] = (keys, values)
-        runs = [*self.past[layer], (keys, values)]
-        return Runs(self, [run[0] for run in runs]), [run[1] for run in runs]
+        all_keys = [run_keys for run_keys, _ in self.past[layer]]
+        all_values = [run_values for _, run_values in self.past[layer]]
+        return Runs(self, [*all_keys, keys]), [*all_values, values]
 
 
 class Runs(list[Tensor]):
@@ -87,24 +85,31 @@ def attend(asked: Attending) -> Tensor:
     Heads of a group share their keys as rows of one matrix product.
     """
     weights = _weights(asked)
-    values = asked.values
-    ends = pairwise(accumulate((value.shape[2] for value in values), initial=0))
-    columns = (weights[..., start:end] for start, end in ends) if len(values) > 1 else [weights]
-    out = reduce(torch.add, map(torch.matmul, columns, values))
+    first, *others = asked.values
+    if not others:
+        out = torch.matmul(weights, first)
+    else:
+        end = first.shape[2]
+        out = torch.matmul(weights[..., :end], first)
+        for values in others:
+            start = end
+            end = start + values.shape[2]
+            out = torch.add(out, torch.matmul(weights[..., start:end], values))
     return out.reshape(asked.query.shape).transpose(1, 2)
 
 
 def attend_once(asked: Attending) -> Tensor:
-    """An Attention, ``[B, Q, heads, hd]``, that concatenates the values, so that the sum over all
-    rows is rounded once.
+    """An Attention, ``[B, Q, heads, hd]``, whose sum over all rows is rounded once.
 
     In half precision, separate sums over past and new rows are rounded separately. A drafted row,
     whose ancestors are new, would then differ from the same row in plain decoding, whose ancestors
-    are past.
+    are past. So the values are concatenated.
     """
     weights = _weights(asked)
     values = asked.values
-    joined = torch.cat(list(values), dim=2) if len(values) > 1 else values[0]
+    joined = values[0]
+    if len(values) > 1:
+        joined = torch.cat(list(values), dim=2)
     return torch.matmul(weights, joined).reshape(asked.query.shape).transpose(1, 2)
 
 
@@ -117,7 +122,9 @@ def _weights(asked: Attending) -> Tensor:
     groups = heads // kv_heads
     q = (asked.query * asked.scale).reshape(batch, kv_heads, groups * rows, dim)
     parts = [torch.matmul(q, k.transpose(2, 3)) for k in keys]
-    scores = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+    scores = parts[0]
+    if len(parts) > 1:
+        scores = torch.cat(parts, dim=-1)
     scores = scores.reshape(batch, kv_heads, groups, rows, -1)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -138,9 +145,8 @@ def _attend_rows(
     """The function that Hugging Face layers call: it runs the ``Attention`` of their ``Rows``."""
     rows = keys.rows
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return rows.attention(
-        Attending(query, keys, values, attention_mask, rows.positions, scale, softcap)
-    ), None
+    asked = Attending(query, keys, values, attention_mask, rows.positions, scale, softcap)
+    return rows.attention(asked), None  # None in place of the weights, which nobody asks for
 
 
 AttentionInterface.register(NAME, _attend_rows)

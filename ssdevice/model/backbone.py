@@ -31,24 +31,28 @@ class Rope:
 
 
 class Backbone(nn.Module):
-    """The decoder of a Hugging Face causal language model, callable layer by layer with explicit
-    rows and masks.
+    """The decoder of a Hugging Face causal language model, to be called layer by layer.
 
-    ``positions``: size of the position tables. Raises UnsupportedModelError for a model that a
-    static step cannot express, ContextOverflowError if the model's own tables are shorter than
-    ``context``.
+    Rows and masks are explicit. ``positions``: size of the position tables. Raises
+    UnsupportedModelError for a model that a static step cannot express, ContextOverflowError if the
+    model's own tables are shorter than ``context``.
     """
 
     position_table: Tensor
 
     def __init__(self, hf: Any, context: int, positions: int) -> None:
         super().__init__()
-        self.config = config = hf.config
-        self.family = family = family_of(config.model_type)
+        config = hf.config
+        family = family_of(config.model_type)
+        self.config = config
+        self.family = family
         for key, values in family.refuse.items():
-            if getattr(config, key, values[0]) not in values:
-                what = f"{config.model_type} with {key} = {getattr(config, key)} is not supported"
-                raise UnsupportedModelError(f"{what}, only with {values[-1]}")
+            found = getattr(config, key, values[0])
+            if found not in values:
+                raise UnsupportedModelError(
+                    f"{config.model_type} with {key} = {found} is not supported, "
+                    f"only with {values[-1]}"
+                )
         decoder = hf.get_submodule(family.decoder)
         config._attn_implementation = attention.NAME
         self.embed_tokens = getattr(decoder, family.embed)
@@ -65,9 +69,8 @@ class Backbone(nn.Module):
         self._make_tables(decoder, context, positions)
 
     def _make_tables(self, decoder: Any, context: int, positions: int) -> None:
-        """Register the position tables: cos/sin per rotary kind, or the learned table's rows."""
+        """Register the position tables: cos and sin by rotary kind, or rows of a learned table."""
         family = self.family
-        self._rope_kinds = sorted(set(self.layer_types)) if family.rotary_by_layer_type else [""]
         if family.position_embedding is not None:
             table = getattr(decoder, family.position_embedding).weight[family.position_offset :]
             if context > len(table):
@@ -76,24 +79,33 @@ class Backbone(nn.Module):
                 )
             rows = torch.arange(positions).clamp(max=len(table) - 1)
             self.register_buffer("position_table", table.detach()[rows].clone(), persistent=False)
-        if family.rotary is None:
-            self._rope_kinds = []
-            return
-        rotary = getattr(decoder, family.rotary)
+        self._rope_kinds = list[str]()
+        if family.rotary is not None:
+            rotary = getattr(decoder, family.rotary)
+            if family.rotary_by_layer_type:
+                self._rope_kinds = sorted(set(self.layer_types))
+            else:
+                self._rope_kinds = [""]
+            self._make_rope_tables(rotary, context, positions)
+
+    def _make_rope_tables(self, rotary: Any, context: int, positions: int) -> None:
+        """Register cos and sin by rotary kind."""
         where = torch.arange(positions)
-        if (fixed := _positions_of_one_rope(self.config, rotary)) is not None:
+        fixed = _positions_of_one_rope(self.config, rotary)
+        if fixed is not None:
             if context > fixed:
                 kinds = ", ".join(sorted(set(_rope_types(rotary).values())))
-                what = f"the rotary embedding changes with the length beyond {fixed} positions (rope type {kinds})"
                 raise UnsupportedModelError(
-                    f"{what}: export with a context of at most {fixed}, not {context}"
+                    f"the rotary embedding changes with the length beyond {fixed} positions "
+                    f"(rope type {kinds}): export with a context of at most {fixed}, not {context}"
                 )
             where = where.clamp(max=context - 1)
         if where.is_meta:  # a plan has no values, at which some rotary embeddings look
             return
         probe = torch.zeros(1, dtype=torch.float32)
         for name in self._rope_kinds:
-            cos, sin = rotary(probe, where[None], *([name] if name else []))
+            layer_type = [name] if name else []
+            cos, sin = rotary(probe, where[None], *layer_type)
             self.register_buffer(f"rope_cos_{name}", cos[0].float(), persistent=False)
             self.register_buffer(f"rope_sin_{name}", sin[0].float(), persistent=False)
 
@@ -105,17 +117,15 @@ class Backbone(nn.Module):
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values; several heads of queries may share one."""
-        return int(
-            getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        )
+        own = getattr(self.config, "num_key_value_heads", None)
+        return int(own or self.config.num_attention_heads)
 
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
         config = self.config
-        return int(
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        own = getattr(config, "head_dim", None)
+        return int(own or config.hidden_size // config.num_attention_heads)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states ``[B, R, D]`` of tokens and positions ``[B, R]``."""
@@ -128,19 +138,21 @@ class Backbone(nn.Module):
 
     def rope(self, positions: Tensor) -> Rope:
         """The rotary embedding of rows at positions ``[B, R]``."""
-        read = nn.functional.embedding
+        rows_at = nn.functional.embedding
         rows = {
-            name: (read(positions, cos), read(positions, sin))
+            name: (rows_at(positions, cos), rows_at(positions, sin))
             for name, (cos, sin) in self.rope_tables().items()
         }
         return Rope(positions, rows)
 
     def rope_tables(self) -> dict[str, tuple[Tensor, Tensor]]:
         """cos and sin ``[positions, rotary dim]`` by rotary kind."""
-        read = self.get_buffer
-        return {
-            name: (read(f"rope_cos_{name}"), read(f"rope_sin_{name}")) for name in self._rope_kinds
-        }
+        tables = dict[str, tuple[Tensor, Tensor]]()
+        for name in self._rope_kinds:
+            cos = self.get_buffer(f"rope_cos_{name}")
+            sin = self.get_buffer(f"rope_sin_{name}")
+            tables[name] = (cos, sin)
+        return tables
 
     def run(
         self,
@@ -151,12 +163,14 @@ class Backbone(nn.Module):
         masks: Masks,
         past: Context | None = None,
     ) -> tuple[Tensor, list[KeyValue]]:
-        """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``: the hidden states, and each layer's
-        new (keys, values).
+        """Layers ``first`` to ``last - 1`` on ``h [B, R, D]``.
 
-        ``past[i]``: runs of earlier rows of layer i; None: there are none.
+        ``past[i]``: runs of earlier rows of layer i; None: there are none. Returns the hidden
+        states, and each layer's new (keys, values).
         """
-        rows = Rows(past or [()] * len(self.layers), rope.positions, self.operators.attention)
+        if not past:
+            past = [()] * len(self.layers)
+        rows = Rows(past, rope.positions, self.operators.attention)
         for i in range(first, last):
             kind = self.layer_types[i] if self.family.rotary_by_layer_type else ""
             out = self.layers[i](
@@ -169,34 +183,35 @@ class Backbone(nn.Module):
         return h, [rows.new[i] for i in range(first, last)]
 
     def add_layer(self) -> nn.Module:
-        """A copy of the last layer that sees all rows, or of the last one, as one more layer after
-        all others.
+        """One more layer after all others: a copy of the last one, of those that see all rows.
+
+        If no layer sees all rows, it is a copy of the last one.
         """
-        index = max(
-            (i for i in range(self.num_layers) if self.window(i) is None),
-            default=self.num_layers - 1,
-        )
+        unbounded = [i for i in range(self.num_layers) if self.window(i) is None]
+        index = max(unbounded, default=self.num_layers - 1)
         layer = copy.deepcopy(self.layers[index])
         for part in layer.modules():
             if hasattr(part, "layer_idx"):
-                setattr(part, "layer_idx", len(self.layers))  # noqa: B010  # modules have no such attribute for mypy
+                cast(Any, part).layer_idx = len(self.layers)
         self.layers.append(layer)
         self.layer_types.append(self.layer_types[index])
         return layer
 
     def window(self, layer: int) -> int | None:
         """How many positions a row of this layer sees, including its own; None: all."""
-        return (
-            self.config.sliding_window if self.layer_types[layer] == "sliding_attention" else None
-        )
+        window: int | None = None
+        if self.layer_types[layer] == "sliding_attention":
+            window = self.config.sliding_window
+        return window
 
     def windows(self) -> set[int | None]:
         """The different windows of the layers (see ``window``)."""
         return {self.window(i) for i in range(len(self.layers))}
 
     def masks(self, visible: Callable[[int | None], Tensor]) -> Masks:
-        """The masks of all layers; ``visible``: which rows see which within a window, ``[B or 1, 1,
-        R, rows]`` bool.
+        """The masks of all layers.
+
+        ``visible``: which rows see which within a window, ``[B or 1, 1, R, rows]`` bool.
         """
         return {window: additive(visible(window), self.mask_value) for window in self.windows()}
 
@@ -209,9 +224,7 @@ class Backbone(nn.Module):
         return self.logits(self.finish(h))
 
     def head_rows(self, ids: Tensor) -> nn.Linear:
-        """A copy of the LM head for the tokens ``ids [n]``, ``[.., W] -> [.., n]``, with frozen
-        weights.
-        """
+        """A frozen copy of the LM head for the tokens ``ids [n]``: ``[.., W] -> [.., n]``."""
         whole = self.lm_head
         rows = nn.Linear(whole.in_features, len(ids), whole.bias is not None, device="meta")
         rows.weight = nn.Parameter(whole.weight.detach()[ids].clone(), requires_grad=False)
@@ -220,48 +233,51 @@ class Backbone(nn.Module):
         return rows
 
     def logits(self, finished: Tensor, head: nn.Module | None = None) -> Tensor:
-        """Logits ``[.., n]`` of ``finished [.., W]`` states through a ``head`` for n tokens; None:
-        the LM head.
+        """Logits of ``finished [.., W]`` states through a ``head`` for n tokens, ``[.., n]``.
+
+        ``head`` None: the LM head.
         """
         config = self.config
         family = self.family
-        logits: Tensor = (self.lm_head if head is None else head)(finished)
+        if head is None:
+            head = self.lm_head
+        logits: Tensor = head(finished)
         if family.logit_scale is not None:
             logits = logits * getattr(config, family.logit_scale)
         if family.logit_divisor is not None:
             logits = logits / getattr(config, family.logit_divisor)
-        cap = getattr(config, family.logit_softcap) if family.logit_softcap is not None else None
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+        if family.logit_softcap is not None:
+            cap = getattr(config, family.logit_softcap)
+            if cap is not None:
+                logits = torch.tanh(logits / cap) * cap
         return logits
 
 
 def _tie_if_equal(embedding: nn.Embedding, head: nn.Module) -> None:
-    """Let a head share the embedding's weights if they are equal: some converters store equal
-    constants only once.
+    """Let a head share the embedding's weights if they are equal.
+
+    Some converters store equal constants only once.
     """
     ours = embedding.weight
     theirs = getattr(head, "weight", None)
-    if (
-        ours is theirs or theirs is None or ours.shape != theirs.shape or ours.is_meta
-    ):  # without values in a plan
+    if theirs is None or ours is theirs or ours.shape != theirs.shape:
         return
-    middle = len(ours) // 2  # rows of mapped weights are read from a file
+    if ours.is_meta:  # a plan has no values
+        return
+    # One row is compared first, because mapped weights are read from a file.
+    middle = len(ours) // 2
     if torch.equal(ours[middle], theirs[middle]) and torch.equal(ours, theirs):
         head.weight = ours
 
 
 def _layer_types(config: Any, family: Family, layers: int) -> list[str]:
-    """``full_attention`` or ``sliding_attention`` of each layer, as the family's own forward reads
-    its config.
-    """
+    """``full_attention`` or ``sliding_attention`` of each layer, as its family reads the config."""
     types = getattr(config, "layer_types", None) or []
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        what = (
-            f"{config.model_type} with layers of type {', '.join(sorted(unknown))} is not supported"
-        )
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
         raise UnsupportedModelError(
-            f"{what}: every layer must be full_attention or sliding_attention"
+            f"{config.model_type} with layers of type {', '.join(sorted(unknown))} "
+            "is not supported: every layer must be full_attention or sliding_attention"
         )
     if family.sliding is Sliding.BY_LAYER_TYPE:
         return list(types)
@@ -270,14 +286,14 @@ def _layer_types(config: Any, family: Family, layers: int) -> list[str]:
 
 
 def _rope_types(rotary: Any) -> dict[str, str]:
-    """By layer type, or one for all layers under an empty name."""
-    return rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+    """The rope types by layer type, or one for all layers under an empty name."""
+    if isinstance(rotary.rope_type, dict):
+        return rotary.rope_type
+    return {"": rotary.rope_type}
 
 
 def _positions_of_one_rope(config: Any, rotary: Any) -> int | None:
-    """The length up to which a rotary embedding stays the same; None: it does not depend on the
-    length.
-    """
+    """The length up to which a rotary embedding stays the same; None: at all lengths."""
     limits = []
     for name, kind in _rope_types(rotary).items():
         if kind == "dynamic":

@@ -10,8 +10,9 @@ from ssdevice.errors import UnsupportedModelError
 
 
 class Sliding(Enum):
-    """Which layers of a family read ``config.sliding_window``; others ignore it even if the config
-    sets it.
+    """Which layers of a family read ``config.sliding_window``.
+
+    The others ignore it, even if the config sets it.
     """
 
     NEVER = "never"
@@ -23,10 +24,15 @@ class Sliding(Enum):
 class Family:
     """Attribute paths inside ``*ForCausalLM``, and what its forward does around the layers.
 
-    Names of config values: ``embed_scale`` multiplies the embedding, ``logit_scale`` multiplies and
-    ``logit_divisor`` divides the logits, ``logit_softcap`` bounds a tanh over them.
-    ``rotary_by_layer_type``: the rotary module takes the layer type. ``position_embedding``: path
-    of a learned position table, with ``position_offset`` rows before position 0.
+    - ``rotary_by_layer_type``: whether the rotary module takes the layer type.
+    - ``position_embedding``: path of a learned position table, with ``position_offset`` rows before
+      position 0.
+
+    Names of values in the config:
+
+    - ``embed_scale`` multiplies the embedding.
+    - ``logit_scale`` multiplies the logits, ``logit_divisor`` divides them, and ``logit_softcap``
+      bounds a tanh over them.
     """
 
     decoder: str = "model"
@@ -43,7 +49,7 @@ class Family:
     logit_divisor: str | None = None
     logit_softcap: str | None = None
     refuse: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    """Config values this wrapper cannot express: key -> the values that it can, the default first."""
+    """Config key -> the values of it that this wrapper can express, the default first."""
 
     @property
     def layers_path(self) -> str:
@@ -101,24 +107,28 @@ NOT_EXPRESSIBLE: dict[str, str] = {
     "gpt_oss": f"{_SINKS} and {_EXPERTS}",
     "granite_swa": f"{_SINKS}; Granite 3 has model_type 'granite'",
     "granitemoehybrid": "state-space layers or a shared expert; Granite 3 has model_type 'granite'",
-    "ministral3": "queries scaled by their position; Ministral 8B of 2024 has model_type 'ministral' or 'mistral'",
+    "ministral3": "queries scaled by their position; "
+    "Ministral 8B of 2024 has model_type 'ministral' or 'mistral'",
     "gemma3": "image inputs; a text-only model of this family has model_type 'gemma3_text'",
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), "inputs of every layer beside its rows"),
     "diffllama": "differential attention",
     "nanochat": "norms without weights around the embedding",
     **dict.fromkeys(_OTHER_LAYOUT, "layers of another layout than llama's"),
 }
-"""Families that need more than a table entry, which the keys of their configs do not show -> what
-they have.
+"""Families that need more than a table entry, and what they have that no entry expresses.
+
+Only those whose configs do not show it by their keys, see ``_SHOWN_BY_KEYS``.
 """
 
+_LINEAR_KEYS = "mamba|ssm_|conv_|conv1d|linear_(num|key|conv|attn)"
 _SHOWN_BY_KEYS = {
     "expert|moe_": _EXPERTS,
-    "mamba|ssm_|conv_|conv1d|linear_(num|key|conv|attn)": "linear-attention, state-space or convolution layers",
+    _LINEAR_KEYS: "linear-attention, state-space or convolution layers",
     "kv_lora_rank": "multi-head latent attention",
     "(text|vision|audio|encoder)_config$": "inputs other than text",
     "is_encoder_decoder|add_cross_attention": "an encoder",
 }
+"""A pattern of keys in a config that are set -> what the model has."""
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
 _DENSE = (
     {"hidden_size"},
@@ -135,12 +145,19 @@ def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Famil
     ``config``: the values in ``config.json``, which show what an unknown family has. Raises
     UnsupportedModelError, which says what is missing.
     """
-    if (family := FAMILIES.get(model_type)) is not None:
+    family = FAMILIES.get(model_type)
+    if family is not None:
         return family
-    missing = NOT_EXPRESSIBLE.get(model_type) or " and ".join(_beyond(config or {}))
-    hint = f": it has {missing}" if missing else ""
-    if not missing and all(keys & (config or {}).keys() for keys in _DENSE):
-        hint = " yet: a dense decoder like this one may need only an entry in ssdevice/model/families.py"
+    shown = config or {}
+    missing = NOT_EXPRESSIBLE.get(model_type) or " and ".join(_beyond(shown))
+    hint = ""
+    if missing:
+        hint = f": it has {missing}"
+    elif all(keys & shown.keys() for keys in _DENSE):
+        hint = (
+            " yet: a dense decoder like this one may need only an entry in "
+            "ssdevice/model/families.py"
+        )
     supported = ", ".join(sorted(FAMILIES))
     raise UnsupportedModelError(
         f"model family {model_type!r} is not supported{hint}; supported: {supported}"
@@ -149,11 +166,12 @@ def family_of(model_type: str, config: Mapping[str, Any] | None = None) -> Famil
 
 def _beyond(config: Mapping[str, Any]) -> list[str]:
     """What a config shows that no entry of the table can express."""
+    found = list[str]()
     set_keys = [key for key, value in config.items() if value]
-    found = [
-        what
-        for keys, what in _SHOWN_BY_KEYS.items()
-        if any(re.search(keys, key) for key in set_keys)
-    ]
+    for pattern, what in _SHOWN_BY_KEYS.items():
+        if any(re.search(pattern, key) for key in set_keys):
+            found.append(what)
     kinds = {str(kind) for kind in config.get("layer_types") or ()} - _KINDS_OF_LAYERS
-    return [*found, *([f"layers of type {', '.join(sorted(kinds))}"] if kinds else [])]
+    if kinds:
+        found.append(f"layers of type {', '.join(sorted(kinds))}")
+    return found

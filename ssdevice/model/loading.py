@@ -69,15 +69,17 @@ def resolve_folder(model: str) -> Path:
 
     try:
         folder = Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "tokenizer*"]))
+        # Only these weights: a repository may hold them in other forms too.
+        weights = [WHOLE]
         index = folder / INDEX
-        weights = [
-            WHOLE,
-            *(shards(index) if index.is_file() else []),
-        ]  # a repository may hold them in other forms too
+        if index.is_file():
+            weights += shards(index)
         return Path(snapshot_download(model, allow_patterns=weights))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        what = f"no such folder, and the hub does not provide it ({first_line(error)})"
-        raise InputError(f"--model {model}: {what}") from error
+        raise InputError(
+            f"--model {model}: no such folder, and the hub does not provide it "
+            f"({first_line(error)})"
+        ) from error
 
 
 SIZES = {
@@ -87,9 +89,9 @@ SIZES = {
     "hidden_size": "hidden",
     "vocab_size": "vocab",
 }
-"""Of a config, and their names in a manifest.
+"""Sizes in a config, and their names in a Geometry, whose bounds hold for them.
 
-The library makes all layers that are asked for, with weights or not.
+They are checked because transformers makes all layers that are asked for, with weights or not.
 """
 
 
@@ -101,9 +103,11 @@ def read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     if (folder / PEFT_CONFIG).is_file():
-        what = f"has an adapter beside the model ({PEFT_CONFIG}), which AutoModel would apply"
-        how = f"move it and {PEFT_WEIGHTS} to a folder of their own and name that with --adapter, or remove them"
-        raise InputError(f"{folder}: {what}: {how}")
+        raise InputError(
+            f"{folder}: has an adapter beside the model ({PEFT_CONFIG}), which AutoModel would "
+            f"apply: move it and {PEFT_WEIGHTS} to a folder of their own and name that with "
+            "--adapter, or remove them"
+        )
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")
@@ -111,12 +115,9 @@ def read_config(folder: Path) -> Any:
     if not isinstance(raw.get("model_type"), str):
         raise UnsupportedModelError(f"{file}: has no model_type")
     family_of(raw["model_type"], raw)
-    if wrong := [
-        key
-        for key in raw
-        if key.endswith("_config") and not isinstance(raw[key], (dict, type(None)))
-    ]:
-        raise InputError(f"{file}: {wrong[0][:60]!r} is not an object")
+    for key, value in raw.items():
+        if key.endswith("_config") and value is not None and not isinstance(value, dict):
+            raise InputError(f"{file}: {key[:60]!r} is not an object")
     check_unquantized(folder, raw)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -133,10 +134,10 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Base:
-    """A ``*ForCausalLM`` in eval mode.
+    """A ``*ForCausalLM`` in eval mode, and what its folder holds.
 
-    ``notes``: a sentence for each kind of stored tensors that it does not read. ``parameters``:
-    elements of the tensors that it reads, by stored name.
+    ``parameters``: elements of the tensors that it reads, by stored name. ``notes``: a sentence for
+    each kind of stored tensors that it does not read.
     """
 
     hf: Any
@@ -155,17 +156,18 @@ def load_base(
     scratch: Path | None = None,
     values: bool = True,
 ) -> Base:
-    """The base in a folder.
+    """The base in a folder; raises InputError or UnsupportedModelError.
 
-    Raises InputError or UnsupportedModelError. ``scratch``: a folder for large float32 weights,
-    which are then mapped instead of held in memory. Without ``values`` only the headers of its
-    files are read, and all tensors are on torch's meta device. transformers would fill what the
-    files lack with random numbers and leave out what it does not know, so such a folder is refused,
-    as are weights that are not finite.
+    ``scratch``: a folder for large float32 weights, which are then mapped instead of held in
+    memory. Without ``values`` only the headers of its files are read, and all tensors are on
+    torch's meta device.
+
+    transformers would fill what the files lack with random numbers and leave out what it does not
+    know, so such a folder is refused, as are weights that are not finite.
     """
     config = read_config(folder)
     stored = stored_tensors(folder)
-    weights: dict[str, Tensor] | None = None
+    weights: dict[str, Tensor] | None = None  # None: transformers reads them
     if not values:
         weights = {
             name: torch.empty(found.shape, dtype=dtype, device="meta")
@@ -177,35 +179,43 @@ def load_base(
             for name, tensor in _tensors(stored)
         }
     hf, found = _from_library(folder, config, weights, dtype)
-    for name, there, asked in sorted(found["mismatched_keys"]):
-        raise InputError(
-            f"{folder}: {name} is {list(there)} in the weights and {list(asked)} by config.json"
-        )
-    if names := sorted(found["missing_keys"]):
-        wrapped = wrapper_note(names, found["unexpected_keys"])
-        lacking = f"{names[0]} and {len(names) - 1} more that config.json asks for"
-        raise InputError(f"{folder}: the weights lack {lacking}{wrapped}")
-    for name in sorted(found["unexpected_keys"]):
-        if (layer := LAYER.match(name)) and int(layer[1]) >= config.num_hidden_layers:
-            raise InputError(
-                f"{folder}: the weights have {name}, config.json only {config.num_hidden_layers} layers"
-            )
-    notes = unread_notes(folder, found["unexpected_keys"])
+    unread = found["unexpected_keys"]
+    _check_keys(folder, config, found)
+    notes = unread_notes(folder, unread)
     if weights is None:
         for name, tensor in hf.named_parameters():
             _finite(folder, name, tensor)
-    read = {
-        name: tensor.elements
-        for name, tensor in stored.items()
-        if name not in found["unexpected_keys"]
-    }
+    read = {name: tensor.elements for name, tensor in stored.items() if name not in unread}
     return Base(hf.eval(), read, notes)
+
+
+def _check_keys(folder: Path, config: Any, found: Any) -> None:
+    """Raise InputError unless a folder's weights are those that its config asks for.
+
+    ``found``: what transformers says of names that did not fit.
+    """
+    for name, stored, asked in sorted(found["mismatched_keys"]):
+        raise InputError(
+            f"{folder}: {name} is {list(stored)} in the weights and {list(asked)} by config.json"
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        wrapped = wrapper_note(missing, found["unexpected_keys"])
+        raise InputError(
+            f"{folder}: the weights lack {missing[0]} and {len(missing) - 1} more "
+            f"that config.json asks for{wrapped}"
+        )
+    layers = config.num_hidden_layers
+    for name in sorted(found["unexpected_keys"]):
+        layer = LAYER.match(name)
+        if layer is not None and int(layer[1]) >= layers:
+            raise InputError(f"{folder}: the weights have {name}, config.json only {layers} layers")
 
 
 def _from_library(
     folder: Path, config: Any, weights: dict[str, Tensor] | None, dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    """What transformers makes of a folder or of given ``weights``, and the names that did not fit."""
+    """transformers' model of a folder or of ``weights``, and the names that did not fit."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     wanted: Any = {
@@ -216,7 +226,11 @@ def _from_library(
     }
     try:
         if weights is None:
-            return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **wanted)  # type: ignore[return-value]
+            automatic: Any = AutoModelForCausalLM
+            found: tuple[Any, Any] = automatic.from_pretrained(
+                folder, local_files_only=True, **wanted
+            )
+            return found
         if any(tensor.is_meta for tensor in weights.values()):
             wanted["device_map"] = "meta"
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -230,24 +244,21 @@ def _from_library(
 def _tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor and its name; only one at a time is in memory."""
     for name, found in stored.items():
-        with safe_open(
-            str(found.file), framework="pt"
-        ) as tensors:  # its pages stay in memory until it is closed
+        # Pages of a file stay in memory until it is closed, so it is opened for each tensor.
+        with safe_open(str(found.file), framework="pt") as tensors:
             yield name, tensors.get_tensor(name)
 
 
 def _finite(folder: Path, name: str, values: Tensor) -> Tensor:
-    """``values``; raises InputError if one of them is NaN or infinite.
-
-    Their extremes take one pass and no copy.
-    """
-    if (
-        values.numel()
-        and values.is_floating_point()
-        and not all(map(torch.isfinite, torch.aminmax(values.detach())))
-    ):
+    """``values``; raises InputError if one of them is NaN or infinite."""
+    if not values.numel() or not values.is_floating_point():
+        return values
+    # Both are finite if all values are; they take one pass and no copy.
+    least, most = torch.aminmax(values.detach())
+    if not torch.isfinite(least) or not torch.isfinite(most):
         raise InputError(
-            f"{folder}: {name} has values that are not finite: the weights are damaged, get them again"
+            f"{folder}: {name} has values that are not finite: "
+            "the weights are damaged, get them again"
         )
     return values
 
@@ -263,10 +274,10 @@ def adopt(hf: Any, calibrated: Mapping[str, Tensor]) -> Any:
 def build(
     hf: Any, config: StreamConfig | None, context: int, gamma: int | None = None
 ) -> StreamModel:
-    """A StreamModel of a loaded base with fresh streams (``config`` None: without any; the host may
-    draft ``gamma``).
+    """A StreamModel of a loaded base with fresh streams.
 
-    ``context``: tokens of a conversation; position tables are longer, by POSITION_MARGIN.
+    ``config`` None: without streams; the host may then draft ``gamma`` tokens. ``context``: tokens
+    of a conversation; position tables are longer, by POSITION_MARGIN.
     """
     backbone = Backbone(hf, context, context + POSITION_MARGIN)
     if config is None:
@@ -275,8 +286,9 @@ def build(
 
 
 POSITION_MARGIN = 1024
-"""Rows of the position tables beyond the context: the largest prefill chunk or tree depth, plus
-streams.
+"""Rows of the position tables beyond the context.
+
+Enough for the largest prefill chunk or tree depth, plus streams.
 """
 
 
@@ -291,25 +303,25 @@ def load(
     identity: BaseIdentity | None = None,
     values: bool = True,
 ) -> LoadedModel:
-    """The base in ``folder`` with the app in ``adapter``, a plain PEFT LoRA if it has no
-    ``streams.json``.
+    """The base in ``folder`` with the app in ``adapter``; raises InputError.
 
-    Raises InputError.
+    An adapter without ``streams.json`` is a plain PEFT LoRA.
 
-    ``gamma``: how many of its streams to keep. ``merge``: merge its LoRA into the base's weights
-    instead of keeping it as ``LoraLinear``. ``calibrated``: see ``adopt``; ``scratch``, ``values``:
-    see ``load_base``; ``identity``: the base's, if known.
+    - ``gamma``: how many of its streams to keep.
+    - ``merge``: merge its LoRA into the base's weights instead of keeping it as ``LoraLinear``.
+    - ``calibrated``: see ``adopt``.
+    - ``scratch``, ``values``: see ``load_base``.
+    - ``identity``: the base's, if known.
     """
     hf = adopt(load_base(folder, scratch=scratch, values=values).hf, calibrated or {})
-    identity = identity or BaseIdentity.of(folder, hf.config)
+    if identity is None:
+        identity = BaseIdentity.of(folder, hf.config)
     with nullcontext() if values else _no_values():
-        opened = (
-            AdapterFolder.open(adapter, identity)
-            if adapter is not None
-            else Adapter(None, None, False)
-        )
-        if adapter is not None and opened.has_lora:
-            hf = merge_lora(hf, adapter) if merge else attach_lora(hf, adapter)
+        opened = Adapter(None, None, False)
+        if adapter is not None:
+            opened = AdapterFolder.open(adapter, identity)
+            if opened.has_lora:
+                hf = merge_lora(hf, adapter) if merge else attach_lora(hf, adapter)
         config = opened.settings.streams if opened.settings is not None else None
         if config is not None and gamma is not None and gamma > config.gamma:
             raise UnsupportedModelError(
@@ -325,8 +337,9 @@ def load(
 
 @contextmanager
 def _no_values() -> Iterator[None]:
-    """In this context new tensors are on the meta device, and nothing tells that copies into them
-    do nothing.
+    """In this context new tensors are on the meta device.
+
+    Warnings that copies into them do nothing are not shown.
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

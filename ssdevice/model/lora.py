@@ -1,5 +1,6 @@
-"""LoRA of PEFT, merged into the base's linears or kept beside them so that several apps can share
-the base.
+"""LoRA of PEFT: merged into the base's linears, or kept beside them.
+
+Kept beside them, several apps can share the base.
 """
 
 import re
@@ -30,8 +31,10 @@ LORA = "LORA"
 EMBEDDING = re.compile(r"(embed_tokens|lm_head)(\.modules_to_save\.default|\.base_layer)?\.weight$")
 """Names of whole embeddings and heads among PEFT's tensors."""
 SLACK = 4
-"""A configuration may name a rank that no tensor has (patterns can replace it), but not one that
-fills memory.
+"""How many times the largest rank of the tensors a configuration may name.
+
+It may name a rank that no tensor has, because patterns can replace it, but not one that fills
+memory.
 """
 
 
@@ -53,14 +56,14 @@ class LoraLinear(nn.Module):
 
 def merge_lora(hf: Any, adapter: Path) -> Any:
     """The model with a PEFT adapter merged into its weights; raises InputError."""
-    ends = embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    embedding = hf.get_input_embeddings()
+    head = hf.get_output_embeddings()
     wrapped = open_lora(hf, adapter)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if (
-        hf.get_input_embeddings(),
-        hf.get_output_embeddings(),
-    ) != ends and head.weight is embedding.weight:
+    changes_embedding = hf.get_input_embeddings() is not embedding
+    changes_head = hf.get_output_embeddings() is not head
+    if (changes_embedding or changes_head) and head.weight is embedding.weight:
         # Merging is in place and would change both ends; not merged, an adapter changes only the
         # end that it is for.
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -77,20 +80,21 @@ def merge_lora(hf: Any, adapter: Path) -> Any:
             f"{adapter}: the PEFT adapter cannot be merged ({first_line(error)})"
         ) from error
     for name, module in merged.named_modules():
-        if type(module).__module__.startswith(
-            "peft."
-        ):  # one layer inside another: only the outer one is merged
-            ways = "trainable_token_indices (of a tied head too) and a LoRA or modules_to_save"
-            what = f"PEFT does not merge {name}, which the adapter changes in two ways: {ways}"
-            raise InputError(f"{adapter}: {what}; train it in one way only")
+        # Of one PEFT layer inside another only the outer one is merged.
+        if type(module).__module__.startswith("peft."):
+            raise InputError(
+                f"{adapter}: PEFT does not merge {name}, which the adapter changes in two ways: "
+                "trainable_token_indices (of a tied head too) and a LoRA or modules_to_save; "
+                "train it in one way only"
+            )
     return merged
 
 
 def attach_lora(hf: Any, adapter: Path) -> Any:
-    """The model with a PEFT adapter's linears as ``LoraLinear``; only a plain LoRA of linears can
-    stay separate, see ``check_options``.
+    """The model with a PEFT adapter's linears as ``LoraLinear``.
 
-    Raises InputError, UnsupportedModelError.
+    Only a plain LoRA of linears can stay separate, see ``check_options``. Raises InputError or
+    UnsupportedModelError.
     """
     hf = open_lora(hf, adapter, apart=True).base_model.model
     from peft.tuners.lora import Linear
@@ -100,8 +104,10 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
             continue
         base = getattr(module, "base_layer", None)
         if not isinstance(module, Linear) or not isinstance(base, nn.Linear):
-            what = f"{name} is a {type(base).__name__}; slots are for linears"
-            raise UnsupportedModelError(f"{adapter}: {what}: export this app by itself")
+            raise UnsupportedModelError(
+                f"{adapter}: {name} is a {type(base).__name__}; slots are for linears: "
+                "export this app by itself"
+            )
         down = cast(Tensor, module.lora_A["default"].weight)
         up = cast(Tensor, module.lora_B["default"].weight)
         low = LowRank(base.in_features, base.out_features, down.shape[0])
@@ -114,17 +120,17 @@ def attach_lora(hf: Any, adapter: Path) -> Any:
 
 
 def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = False) -> Any:
-    """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``; raises
-    InputError.
+    """PEFT's model of a base and an adapter folder, to be merged or kept ``apart``.
+
+    Raises InputError.
     """
     check_peft(adapter, apart, len(hf.get_input_embeddings().weight))
     from peft import PeftConfig, get_peft_model
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the base may lie elsewhere than when the adapter was saved
+            # They say that the base lies elsewhere than when the adapter was saved.
+            warnings.simplefilter("ignore")
             config = PeftConfig.from_pretrained(str(adapter))
             config.inference_mode = not trainable
             # PeftModel.from_pretrained takes the same two steps, but does not say which tensors did
@@ -137,22 +143,29 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
         raise InputError(
             f"{adapter}: the PEFT adapter cannot be loaded ({first_line(error)})"
         ) from error
+    file = adapter / PEFT_WEIGHTS
+    unknown = sorted(found.unexpected_keys)
     missing = [name.replace(".default", "", 1) for name in sorted(found.missing_keys)]
-    for what, names in (("unknown", sorted(found.unexpected_keys)), ("missing", missing)):
-        if names:
-            why = wrapper_note(missing, names) or ": is it for this model?"
-            raise InputError(
-                f"{adapter / PEFT_WEIGHTS}: tensor {names[0]!r} is {what}, and {len(names) - 1} more{why}"
-            )
+    if unknown:
+        why = wrapper_note(missing, unknown) or ": is it for this model?"
+        raise InputError(
+            f"{file}: tensor {unknown[0]!r} is unknown, and {len(unknown) - 1} more{why}"
+        )
+    if missing:
+        raise InputError(
+            f"{file}: tensor {missing[0]!r} is missing, and {len(missing) - 1} more: "
+            "is it for this model?"
+        )
     return wrapped
 
 
 def check_peft(folder: Path, apart: bool = False, vocab: int | None = None) -> None:
     """Raise InputError unless a folder has a LoRA with finite tensors of the configured ranks.
 
-    ``apart``: it will stay separate; ``vocab``: tokens of the model it is for, if known. Otherwise
-    the configured rank would decide how much memory is allocated, a missing file would be looked up
-    on the hub under the folder's name, and a NaN would be merged into the base.
+    ``apart``: whether it will stay separate. ``vocab``: tokens of the model it is for, if known.
+
+    Without this check the configured rank would decide how much memory is allocated, a missing file
+    would be looked up on the hub under the folder's name, and a NaN would be merged into the base.
     """
     file = folder / PEFT_CONFIG
     config = read_json(file)
@@ -165,13 +178,16 @@ def check_peft(folder: Path, apart: bool = False, vocab: int | None = None) -> N
     check_options(folder, config, apart)
     weights = folder / PEFT_WEIGHTS
     if not weights.is_file():
-        how = "if it has other files, save it again with PEFT (save_pretrained)"
-        raise InputError(f"{folder}: no {PEFT_WEIGHTS}; {how}")
+        raise InputError(
+            f"{folder}: no {PEFT_WEIGHTS}; "
+            "if it has other files, save it again with PEFT (save_pretrained)"
+        )
     largest = _check_weights(weights, vocab)
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name), (dict, type(None))):
             raise InputError(f"{file}: {name} is not an object")
-    for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
+    patterns = config.get("rank_pattern") or {}
+    for rank in [config.get("r"), *patterns.values()]:
         if type(rank) is not int or not 1 <= rank <= SLACK * largest:
             raise InputError(
                 f"{file}: rank {repr(rank)[:40]}, but the largest of {PEFT_WEIGHTS} is {largest}"
@@ -191,10 +207,12 @@ def _check_weights(file: Path, vocab: int | None) -> int:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
                 value = tensors.get_tensor(name)
                 check_values(file, name, value)
-                if vocab is not None and EMBEDDING.search(name) and (found := len(value)) != vocab:
-                    what = f"{name} is for a vocabulary of {found} tokens, the model has {vocab}"
-                    how = f"resize the model as it was for training (resize_token_embeddings({found})) and save it"
-                    raise InputError(f"{file.parent}: {what}: {how}")
+                if vocab is not None and EMBEDDING.search(name) and len(value) != vocab:
+                    raise InputError(
+                        f"{file.parent}: {name} is for a vocabulary of {len(value)} tokens, the "
+                        f"model has {vocab}: resize the model as it was for training "
+                        f"(resize_token_embeddings({len(value)})) and save it"
+                    )
                 if "lora_A" in name or "lora_embedding_A" in name:
                     largest = max(largest, *value.shape[:1])
     except (

@@ -1,5 +1,6 @@
-"""Weights in mapped files: memory that the system can take back at any time, because it can read
-them again.
+"""Weights in mapped files.
+
+The system can take their memory back at any time, because it can read them again.
 """
 
 import mmap
@@ -19,17 +20,19 @@ _files: WeakSet[mmap.mmap] = WeakSet()
 
 
 def mapped(values: Tensor, folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``values`` in an unnamed file of ``folder``, gone with the tensor; in memory if small, or if
-    the disk refuses.
+    """``values`` in an unnamed file of ``folder``, which goes with the tensor.
+
+    Small tensors stay in memory, and so do all if the disk refuses.
     """
     found = values.detach().to(dtype)
     if found.nbytes < LARGE or not hasattr(mmap.mmap, "madvise"):  # Windows
         return found
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            whole = found.contiguous().numpy().reshape(-1).view(np.uint8).data
-            while whole:  # a single call writes 2 GB at most
-                whole = whole[file.write(whole) :]
+            rest = found.contiguous().numpy().reshape(-1).view(np.uint8).data
+            while rest:  # a single call writes 2 GB at most
+                written = file.write(rest)
+                rest = rest[written:]
             memory = mmap.mmap(file.fileno(), found.nbytes)
     except OSError:
         return found
@@ -38,7 +41,7 @@ def mapped(values: Tensor, folder: Path, dtype: torch.dtype = torch.float32) -> 
 
 
 def release() -> None:
-    """Take all mapped weights out of this process's memory; whoever needs one next reads it again."""
+    """Take all mapped weights out of this process's memory; they are read again when needed."""
     for memory in list(_files):
         memory.madvise(mmap.MADV_DONTNEED)
 

@@ -43,31 +43,32 @@ class Role:
 
 def low_rank_terms(model: StreamModel) -> dict[LowRank, tuple[SlotKind, str]]:
     """Every low-rank term of an app with its kind and its name in the adapter folder."""
+    terms = dict[LowRank, tuple[SlotKind, str]]()
     path = model.backbone.family.layers_path
-    layers = model.backbone.layers.named_modules()
-    found = {
-        part.adapter: (SlotKind.LORA, f"{path}.{name}")
-        for name, part in layers
-        if isinstance(part, LoraLinear)
-    }
-    streams = model.streams.named_modules() if model.streams is not None else ()
-    return found | {
-        part: (SlotKind.STREAM, name) for name, part in streams if isinstance(part, LowRank)
-    }
+    for name, part in model.backbone.layers.named_modules():
+        if isinstance(part, LoraLinear):
+            terms[part.adapter] = (SlotKind.LORA, f"{path}.{name}")
+    if model.streams is not None:
+        for name, part in model.streams.named_modules():
+            if isinstance(part, LowRank):
+                terms[part] = (SlotKind.STREAM, name)
+    return terms
 
 
 def roles_of(form: nn.Module) -> dict[str, Role]:
-    """The roles of a form's embedding, heads and factors by their names in it, which its traced
-    graphs keep.
+    """The roles of a form's embedding, heads and factors.
+
+    They go by the names of the weights in the form, which its traced graphs keep.
     """
     model = next(part for part in form.modules() if isinstance(part, StreamModel))
     backbone = model.backbone
     heads = [head for head in (backbone.lm_head, model.draft_head) if head is not None]
     known = {id(weight): Role(Part.HEAD) for head in heads for weight in head.parameters()}
-    known |= {id(weight): Role(Part.EMBEDDING) for weight in backbone.embed_tokens.parameters()}
-    alone = model.streams.own_terms() if model.streams is not None else []
+    for weight in backbone.embed_tokens.parameters():
+        known[id(weight)] = Role(Part.EMBEDDING)
+    streams_own = model.streams.own_terms() if model.streams is not None else []
     for term, (kind, source) in low_rank_terms(model).items():
-        own = term in alone
+        own = term in streams_own
         known[id(term.down.weight)] = Role(Part.FACTOR, kind, source, own=own)
         known[id(term.up.weight)] = Role(Part.FACTOR, kind, source, up=True, own=own)
     names = form.named_parameters(remove_duplicate=False)

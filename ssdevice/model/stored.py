@@ -1,10 +1,8 @@
-"""What the files of a Hugging Face base hold, as their headers and JSON say: no weight is read for
-it.
-"""
+"""What the files of a Hugging Face base hold, by their headers and JSON, without their weights."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,21 @@ from ssdevice.text.chat_template import CONFIG_FILE
 FLOATS = ("F64", "F32", "F16", "BF16")
 _KEYS = ("quantization_config", "quantization", "compression_config")
 _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where converters say in which way they quantized: objects in ``config.json``, or files beside it."""
+"""Where converters say how they quantized: objects in ``config.json``, or files beside it."""
 _METHODS = ("quant_method", "quant_algo", "bits", "w_bit")
-_WANTED = "ssdevice quantizes itself (--quant) and needs the unquantized model"
+"""Keys of these objects that name the method."""
 
 # Tensors that a decoder of text never reads. Everything else that the model does not read was meant
 # to change its numbers: scales, biases, adapters, layers.
+_BUFFERS = r"rotary_emb\.|(^|\.)(position_ids|masked_bias|version)$"
+_FURTHER_TOKENS = r"(^|\.)mtp(\.|_)"
+_SENSES = r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\."
+_VALUE_HEAD = r"(^|\.)(v_head|value_head)\."
 _HARMLESS = {
-    r"rotary_emb\.|(^|\.)(position_ids|masked_bias|version)$": "computed buffers",
-    r"(^|\.)mtp(\.|_)": "layers that predict further tokens",
-    r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.": "parts for images or sound",
-    r"(^|\.)(v_head|value_head)\.": "a value head",
+    _BUFFERS: "computed buffers",
+    _FURTHER_TOKENS: "layers that predict further tokens",
+    _SENSES: "parts for images or sound",
+    _VALUE_HEAD: "a value head",
 }
 
 
@@ -43,13 +45,14 @@ class Stored:
 
     @property
     def elements(self) -> int:
+        """How many numbers it has."""
         return math.prod(self.shape)
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's weights by name.
 
-    Raises InputError for damaged files and types of no float.
+    Raises InputError for a damaged file, and for a tensor that is not of floats.
     """
     found: dict[str, Stored] = {}
     for file in weight_files(folder):
@@ -59,49 +62,57 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                     entry = tensors.get_slice(name)
                     found[name] = Stored(file, entry.get_dtype(), tuple(entry.get_shape()))
         except SafetensorError as error:
-            what = f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({first_line(error)})"
             raise InputError(
-                f"{what}: it was cut short or is something else; get it again"
+                f"{file} has {file.stat().st_size} bytes and is no whole safetensors file "
+                f"({first_line(error)}): it was cut short or is something else; get it again"
             ) from error
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS and _harmless(name) is None:
             raise InputError(
-                f"{folder}: {name} is stored as {tensor.dtype}, as quantized weights are: {_WANTED}"
+                f"{folder}: {name} is stored as {tensor.dtype}, as quantized weights are: "
+                "ssdevice quantizes itself (--quant) and needs the unquantized model"
             )
     return found
 
 
 def check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError, which names the method, for a folder whose ``config`` or files say that it
-    is quantized.
+    """Raise InputError for a folder whose ``config`` or files say that it is quantized.
+
+    The message names the method.
     """
-    parts = {CONFIG_FILE: config, f"text_config of {CONFIG_FILE}": config.get("text_config") or {}}
-    told = [
-        (f"{key} in {where}", part[key])
-        for where, part in parts.items()
-        for key in _KEYS
-        if part.get(key)
-    ]
-    told += [(name, read_json(folder / name)) for name in _FILES if (folder / name).is_file()]
-    for where, settings in told:
+    for where, settings in _quantizations(folder, config):
         raise InputError(
-            f"{folder}: the weights are quantized by {_method(settings)} ({where}): {_WANTED}"
+            f"{folder}: the weights are quantized by {_method(settings)} ({where}): "
+            "ssdevice quantizes itself (--quant) and needs the unquantized model"
         )
+
+
+def _quantizations(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings of quantizations in a folder, and where each stands."""
+    parts = {CONFIG_FILE: config, f"text_config of {CONFIG_FILE}": config.get("text_config") or {}}
+    for where, part in parts.items():
+        for key in _KEYS:
+            if part.get(key):
+                yield f"{key} in {where}", part[key]
+    for name in _FILES:
+        if (folder / name).is_file():
+            yield name, read_json(folder / name)
 
 
 def _method(settings: Any) -> str:
     """The name of a quantization in its settings."""
-    settings = settings if isinstance(settings, Mapping) else {}
+    if not isinstance(settings, Mapping):
+        return "an unnamed method"
     settings = {**settings, **(settings.get("quantization") or {})}
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return "bitsandbytes"
-    if (known := next((key for key in _METHODS if settings.get(key)), None)) is None:
-        return "an unnamed method"
-    return (
-        str(settings[known])[:40]
-        if known.startswith("quant_")
-        else f"an unnamed method to {settings[known]} bits"
-    )
+    for key in _METHODS:
+        value = settings.get(key)
+        if value and key.startswith("quant_"):
+            return str(value)[:40]
+        if value:
+            return f"an unnamed method to {value} bits"
+    return "an unnamed method"
 
 
 def unread_notes(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
@@ -109,31 +120,48 @@ def unread_notes(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
 
     Raises InputError unless they are harmless.
     """
-    kinds: dict[str, list[str]] = {}
+    harmless = dict[str, list[str]]()
+    unknown = list[str]()
     for name in sorted(names):
-        kinds.setdefault(_harmless(name) or "", []).append(name)
-    if unknown := kinds.get(""):
-        what = f"the model does not read {unknown[0]} and {len(unknown) - 1} more tensors of the weights"
-        why = "so it would compute something else than was trained"
-        how = "if they are not needed, save the model without them (transformers' from_pretrained and save_pretrained)"
-        raise InputError(f"{folder}: {what}, {why}; {how}")
+        kind = _harmless(name)
+        if kind is None:
+            unknown.append(name)
+        else:
+            harmless.setdefault(kind, []).append(name)
+    if unknown:
+        raise InputError(
+            f"{folder}: the model does not read {unknown[0]} and {len(unknown) - 1} more tensors "
+            "of the weights, so it would compute something else than was trained; if they are not "
+            "needed, save the model without them (transformers' from_pretrained and "
+            "save_pretrained)"
+        )
     return tuple(
-        f"not read from the weights: {what} ({found[0]} and {len(found) - 1} more tensors)"
-        for what, found in kinds.items()
+        f"not read from the weights: {kind} ({found[0]} and {len(found) - 1} more tensors)"
+        for kind, found in harmless.items()
     )
 
 
 def wrapper_note(missing: Iterable[str], found: Iterable[str]) -> str:
-    """What to do about a wrapper (DataParallel, torch.compile) that put a prefix before names;
-    empty without one.
+    """How to undo the prefix that a wrapper (DataParallel, torch.compile) put before all names.
+
+    Empty if no name of ``found`` is one of ``missing`` behind a prefix.
     """
-    wanted = tuple(f".{name}" for name in missing)
-    name = min((name for name in found if name.endswith(wanted)), default=None)
-    if name is None:
+    endings = tuple(f".{name}" for name in missing)
+    prefixed = [name for name in found if name.endswith(endings)]
+    if not prefixed:
         return ""
-    prefix = min((name.removesuffix(end[1:]) for end in wanted if name.endswith(end)), key=len)
-    return f": {name} was saved from a wrapper, which put {prefix!r} before all names: save the model inside it"
+    name = min(prefixed)
+    longest = max((ending for ending in endings if name.endswith(ending)), key=len)
+    prefix = name.removesuffix(longest[1:])
+    return (
+        f": {name} was saved from a wrapper, which put {prefix!r} before all names: "
+        "save the model inside it"
+    )
 
 
 def _harmless(name: str) -> str | None:
-    return next((what for pattern, what in _HARMLESS.items() if re.search(pattern, name)), None)
+    """What a tensor of this name is, if no decoder of text reads it; otherwise None."""
+    for pattern, kind in _HARMLESS.items():
+        if re.search(pattern, name):
+            return kind
+    return None

@@ -49,7 +49,7 @@ CONVERSATIONS: tuple[tuple[Message, ...], ...] = (
         *PROMPT,
     ),
 )
-"""Of one turn and of three, with a system message and without."""
+"""Conversations of one turn and of three, with a system message and without."""
 TOOLS: tuple[Mapping[str, Any], ...] = (
     {
         "type": "function",
@@ -75,7 +75,10 @@ CALLED: tuple[Message, ...] = (
     {"role": "tool", "content": "a result", "tool_call_id": _CALL["id"]},
 )
 """A conversation with a call and its result."""
-OTHER_FORMAT = "app 'base' is given prompts in the format of the adapters' own tokenizer, which is not the model's"
+OTHER_FORMAT = (
+    "app 'base' is given prompts in the format of the adapters' own tokenizer, "
+    "which is not the model's"
+)
 
 
 def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
@@ -84,15 +87,15 @@ def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
 
     Raises ConfigError for an adapter with only a part of a tokenizer's files.
     """
-    own = [name for name in FILES if adapter is not None and (adapter / name).is_file()]
-    if adapter is None or not own:
+    if adapter is None:
+        return model
+    own = [name for name in FILES if (adapter / name).is_file()]
+    if not own:
         return model
     if TOKENIZER_FILE not in own:
-        how = (
-            f"save the whole tokenizer of the adapter there, or remove {own[0]} to use the model's"
-        )
         raise ConfigError(
-            f"{adapter}: {own[0]} without {TOKENIZER_FILE} is a part of a tokenizer: {how}"
+            f"{adapter}: {own[0]} without {TOKENIZER_FILE} is a part of a tokenizer: save the "
+            f"whole tokenizer of the adapter there, or remove {own[0]} to use the model's"
         )
     return adapter
 
@@ -102,8 +105,9 @@ def open_tokenizer(model: Path, adapter: Path | None = None) -> ChatTokenizer:
 
     Without a template prompts are used as they are (``plain``). Stop tokens are those of the
     model's ``generation_config.json`` (else ``config.json``), ``eos_token``, and the special token
-    that the template puts after an answer. Raises ConfigError naming the file that is missing or
-    wrong.
+    that the template puts after an answer.
+
+    Raises ConfigError, which names the file that is missing or wrong.
     """
     folder = tokenizer_folder(model, adapter)
     opened = as_shipped(folder, as_transformers(folder))
@@ -118,7 +122,9 @@ def open_tokenizer(model: Path, adapter: Path | None = None) -> ChatTokenizer:
             )
         tool_template = template.get(TOOL_USE)
         template = template[DEFAULT]
-    stops = [*read_eos_ids(model), *([opened.eos_token_id] if opened.eos_token is not None else [])]
+    stops = list(read_eos_ids(model))
+    if opened.eos_token is not None:
+        stops.append(opened.eos_token_id)
     content = _hidden_as_special(opened.backend_tokenizer).to_str()
     return ChatTokenizer.of_model(
         content.encode(), folder, template, dict(opened.special_tokens_map), stops, tool_template
@@ -136,39 +142,51 @@ def as_transformers(folder: Path) -> Any:
         raise ConfigError(f"{folder}: no such folder; expected a Hugging Face model folder")
     file = folder / TOKENIZER_FILE
     if not file.is_file():
-        how = "make one with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-        raise ConfigError(f"{folder}: no {TOKENIZER_FILE}; {how}")
+        raise ConfigError(
+            f"{folder}: no {TOKENIZER_FILE}; make one with transformers: "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        )
     check_no_pointer(file)
     try:
         opened = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # each class raises what it likes
-        for name in SETTINGS_FILES:  # these name the file at fault
-            read_object(folder / name)
-        load_tokenizer(file.read_bytes(), str(file))
-        extra = read_object(folder / SPECIAL_TOKENS_FILE).get("additional_special_tokens")
-        if isinstance(extra, list) and any(isinstance(token, dict) for token in extra):
-            what = f"tables of flags, which transformers {version('transformers')} cannot open"
-            how = f"list only texts there; flags belong into {TOKENIZER_FILE}"
-            where = f"{folder / SPECIAL_TOKENS_FILE}: 'additional_special_tokens'"
-            raise ConfigError(f"{where} has {what}: {how}") from error
-        if isinstance(error, UnicodeDecodeError):
-            raise ConfigError(
-                f"{folder / TEMPLATE_FILE}: not UTF-8 text (byte {error.start})"
-            ) from error
-        raise ConfigError(
-            f"{folder}: transformers cannot open its tokenizer ({typed_line(error)})"
-        ) from error
+        raise _cannot_open(folder, error) from error
     if not isinstance(opened, PreTrainedTokenizerFast):
-        what = f"its tokenizer class {type(opened).__name__} does not use {TOKENIZER_FILE}"
-        raise ConfigError(f"{folder}: {what}, and a bundle can hold no other tokenizer")
+        raise ConfigError(
+            f"{folder}: its tokenizer class {type(opened).__name__} does not use {TOKENIZER_FILE}, "
+            "and a bundle can hold no other tokenizer"
+        )
     return opened
 
 
+def _cannot_open(folder: Path, error: Exception) -> ConfigError:
+    """The error that names what is wrong in a folder, whose tokenizer transformers cannot open.
+
+    ``error``: transformers' own. Raises ConfigError itself if a file can be read by nobody.
+    """
+    for name in SETTINGS_FILES:
+        read_object(folder / name)
+    file = folder / TOKENIZER_FILE
+    load_tokenizer(file.read_bytes(), str(file))
+    special = folder / SPECIAL_TOKENS_FILE
+    extra = read_object(special).get("additional_special_tokens")
+    if isinstance(extra, list) and any(isinstance(token, dict) for token in extra):
+        return ConfigError(
+            f"{special}: 'additional_special_tokens' has tables of flags, which transformers "
+            f"{version('transformers')} cannot open: list only texts there; flags belong into "
+            f"{TOKENIZER_FILE}"
+        )
+    if isinstance(error, UnicodeDecodeError):
+        return ConfigError(f"{folder / TEMPLATE_FILE}: not UTF-8 text (byte {error.start})")
+    return ConfigError(f"{folder}: transformers cannot open its tokenizer ({typed_line(error)})")
+
+
 def as_shipped(folder: Path, opened: Any) -> Any:
-    """transformers' tokenizer with the splitting of ``tokenizer.json``, from one that may have
-    built its own.
+    """transformers' tokenizer that splits texts as ``tokenizer.json`` says.
+
+    ``opened``: one that may split them in its own way.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -178,7 +196,7 @@ def as_shipped(folder: Path, opened: Any) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(
             folder, local_files_only=True, **opened.special_tokens_map
         )
-    except Exception as error:  # as above
+    except Exception as error:  # each class raises what it likes
         raise ConfigError(
             f"{folder / TOKENIZER_FILE}: transformers cannot read it ({typed_line(error)})"
         ) from error
@@ -186,24 +204,32 @@ def as_shipped(folder: Path, opened: Any) -> Any:
 
 def _check_options(folder: Path, opened: Any) -> None:
     """Raise ConfigError for options that ``tokenizer.json`` cannot hold."""
+    file = folder / TOKENIZER_CONFIG_FILE
     if opened.split_special_tokens:
-        what = "'split_special_tokens' would read the marks of the chat template as text"
-        raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: {what}; set it to false")
+        raise ConfigError(
+            f"{file}: 'split_special_tokens' would read the marks of the chat template as text; "
+            "set it to false"
+        )
     forced = opened.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     bpe = type(opened.backend_tokenizer.model).__name__ == "BPE"
     if opened.clean_up_tokenization_spaces and (forced or not bpe):
-        what = "'clean_up_tokenization_spaces' takes back spaces that an answer has shown already"
-        raise ConfigError(f"{folder / TOKENIZER_CONFIG_FILE}: {what}; set it to false")
+        raise ConfigError(
+            f"{file}: 'clean_up_tokenization_spaces' takes back spaces that an answer has shown "
+            "already; set it to false"
+        )
 
 
 def _hidden_as_special(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer whose flags say which tokens are no text: the library keeps it in mind when a
-    file takes it back.
+    """A tokenizer whose flags say which tokens are no text.
+
+    The library leaves out every token that was ever special, even if a file then says that it is
+    not; a file written from it would not say so.
     """
     for i, token in backend.get_added_tokens_decoder().items():
-        if not token.special and backend.decode([i]) != backend.decode(
-            [i], skip_special_tokens=False
-        ):
+        if token.special:
+            continue
+        left_out = backend.decode([i]) != backend.decode([i], skip_special_tokens=False)
+        if left_out:
             token.special = True
             backend.add_special_tokens([token])
     return backend
@@ -214,8 +240,10 @@ def shared_tokenizer(
 ) -> tuple[ChatTokenizer, Path, tuple[str, ...]]:
     """The one tokenizer of a bundle, the folder it comes from, and notes for the user.
 
-    ``adapters``: an app's adapter each, None for the base. ``vocab``: tokens of the model. Raises
-    ConfigError for adapters that need different tokenizers, and for a tokenizer of another model.
+    ``adapters``: an app's adapter each, None for the base. ``vocab``: tokens of the model.
+
+    Raises ConfigError for adapters that need different tokenizers, and for a tokenizer of another
+    model.
     """
     folders = {adapter: tokenizer_folder(model, adapter) for adapter in adapters}
     (first, folder), *others = folders.items()
@@ -231,43 +259,52 @@ def shared_tokenizer(
             continue
         its = open_tokenizer(model, other)
         what = difference(tokenizer, its) or difference(its, tokenizer)
-        if what is not None and other is None:  # nobody asked for this app
-            notes.append(OTHER_FORMAT)
-        elif what is not None:
+        if what is None:
+            continue
+        if other is not None:
             raise ConfigError(
-                f"{first} and {other} need different {what}, and a bundle has one: export them apart"
+                f"{first} and {other} need different {what}, and a bundle has one: "
+                "export them apart"
             )
+        # Nobody asked for the app of the bare base, so it is no error.
+        notes.append(OTHER_FORMAT)
     return tokenizer, folder, tuple(notes)
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, vocab: int, folder: Path) -> None:
-    """Raise ConfigError for a tokenizer whose chat format needs tokens that a model of ``vocab``
-    tokens has not.
+    """Raise ConfigError for a tokenizer whose chat format needs tokens that the model lacks.
+
+    ``vocab``: tokens of the model.
     """
     if min(tokenizer.stop_ids) >= vocab:
         raise ConfigError(
             f"{folder}: no token that ends an answer is among the {vocab} of the model"
         )
-    if beyond := [i for i in tokenizer.chat_ids(Chat(PROMPT)) if i >= vocab]:
-        used = f"token {tokenizer.tokenizer.id_to_token(beyond[0])!r} with id {beyond[0]}"
-        what = f"the chat format uses {used}, the model has {vocab} tokens"
-        raise ConfigError(f"{folder}: {what}: this tokenizer belongs to another model")
+    for i in tokenizer.chat_ids(Chat(PROMPT)):
+        if i >= vocab:
+            token = tokenizer.tokenizer.id_to_token(i)
+            raise ConfigError(
+                f"{folder}: the chat format uses token {token!r} with id {i}, the model has "
+                f"{vocab} tokens: this tokenizer belongs to another model"
+            )
 
 
 def difference(one: ChatTokenizer, other: ChatTokenizer) -> str | None:
-    """What gives prompts of ``other`` other ids than with ``one``, or ends its answers elsewhere;
-    None if nothing.
+    """What makes ``one`` no replacement of ``other``; None if nothing does.
+
+    It would give prompts other ids, or not end answers where ``other`` does.
     """
     if one.tokenizer_json != other.tokenizer_json:
         return "tokenizers"
-    if any(
-        prompt_ids(one, conversation) != prompt_ids(other, conversation)
-        for conversation in CONVERSATIONS
-    ):
-        return "chat templates"
-    if any(tool_ids(one, talk) != tool_ids(other, talk) for talk in (PROMPT, CALLED)):
-        return "chat templates for tools"
-    return None if set(other.stop_ids) <= set(one.stop_ids) else "tokens that end answers"
+    for conversation in CONVERSATIONS:
+        if prompt_ids(one, conversation) != prompt_ids(other, conversation):
+            return "chat templates"
+    for conversation in (PROMPT, CALLED):
+        if tool_ids(one, conversation) != tool_ids(other, conversation):
+            return "chat templates for tools"
+    if not set(other.stop_ids) <= set(one.stop_ids):
+        return "tokens that end answers"
+    return None
 
 
 def prompt_ids(

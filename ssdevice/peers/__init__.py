@@ -1,3 +1,1 @@
-"""Measures a bundle beside other engines on the same weights; each engine runs in a process of its
-own.
-"""
+"""Measures a bundle beside other engines on the same weights, each in a process of its own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -38,11 +38,12 @@ class UnavailableError(SSDeviceError):
 class Setup:
     """What every engine of a comparison is given.
 
-    ``model``: the Hugging Face folder; ``gguf``: the same weights for llama.cpp; ``genai``: folder
-    that keeps the models built for onnxruntime-genai, None to leave it out. ``context``: most
-    tokens of a prompt with its answer. ``stops``: ids that end an answer. ``lookup``: how many
-    tokens prompt lookup proposes, an arm for each. ``sampling``: values of SAMPLING, empty for
-    greedy decoding. ``pythons``: interpreters by peer, where another than this one has its package.
+    - ``model``: the Hugging Face folder. ``gguf``: the same weights for llama.cpp.
+    - ``genai``: folder that keeps the models built for onnxruntime-genai, None to leave it out.
+    - ``context``: most tokens of a prompt with its answer. ``stops``: ids that end an answer.
+    - ``lookup``: how many tokens prompt lookup proposes, an arm for each.
+    - ``sampling``: values of SAMPLING, empty for greedy decoding.
+    - ``pythons``: interpreters by peer, where another than this one has its package.
     """
 
     model: Path
@@ -57,8 +58,13 @@ class Setup:
 
     def settings(self, **more: Any) -> Json:
         """What a worker is told to open an engine: what all of them need, and ``more``."""
-        shared = {"threads": self.threads, "context": self.context, "stops": list(self.stops)}
-        return {**shared, "sampling": dict(self.sampling), **more}
+        return {
+            "threads": self.threads,
+            "context": self.context,
+            "stops": list(self.stops),
+            "sampling": dict(self.sampling),
+            **more,
+        }
 
     def python(self, peer: str) -> str:
         """The interpreter that has the package of a peer."""
@@ -69,9 +75,11 @@ class Setup:
 class Arm:
     """A row of the table: an engine and one way to decode with it.
 
-    ``module``: the peer's; ``settings``: for its ``open_engine``; ``disk_bytes``: of the files that
-    it needs; ``plain``: the arm whose answers a speculative one must repeat, None if it is plain
-    itself; ``ours``: whether it is a bundle.
+    - ``module``: the peer's. ``settings``: for its ``open_engine``.
+    - ``disk_bytes``: of the files that it needs.
+    - ``plain``: the arm whose answers a speculative one must repeat, None if it is plain itself.
+    - ``python``: the interpreter that runs it.
+    - ``ours``: whether it is a bundle.
     """
 
     name: str
@@ -95,28 +103,32 @@ Offers = Iterator[Arm | Skip]
 
 
 def lookup_arms(peer: str, module: str, setup: Setup, disk_bytes: int, **settings: Any) -> Offers:
-    """Plain decoding with a peer, and prompt lookup of each size; ``settings`` are those of all of
-    them.
+    """Plain decoding with a peer, and prompt lookup of each size.
+
+    ``settings``: what all of them need beside the shared ones.
     """
-    plain = f"{peer}, plain"
-    for lookup in (0, *setup.lookup):
-        yield Arm(
-            name=f"{peer}, prompt lookup of {lookup}" if lookup else plain,
-            module=module,
+    plain = Arm(
+        name=f"{peer}, plain",
+        module=module,
+        settings=setup.settings(lookup=0, **settings),
+        disk_bytes=disk_bytes,
+        python=setup.python(peer),
+    )
+    yield plain
+    for lookup in setup.lookup:
+        yield replace(
+            plain,
+            name=f"{peer}, prompt lookup of {lookup}",
             settings=setup.settings(lookup=lookup, **settings),
-            disk_bytes=disk_bytes,
-            plain=plain if lookup else None,
-            python=setup.python(peer),
+            plain=plain.name,
         )
 
 
 class Answer:
-    """An answer and its times while it arrives.
+    """An answer and its times while it arrives. Its clock starts when the object is made.
 
-    Tokens behind a stop token or ``max_tokens`` do not count.
-
-    ``calls``: tokens that each call of the model gave; the first call is that of the prompt. Its
-    clock starts when the object is made.
+    Tokens behind a stop token or ``max_tokens`` do not count. ``calls``: tokens that each call of
+    the model gave; the first call is that of the prompt.
     """
 
     def __init__(self, max_tokens: int, stops: Collection[int]) -> None:
@@ -125,18 +137,24 @@ class Answer:
         self.calls: list[int] = []
         self.ended = False
         self._stops = stops
-        self._begin = self._first = self._last = perf_counter()
+        self._begin = perf_counter()
+        self._first = self._begin
+        self._last = self._begin
 
     def add(self, tokens: Sequence[int], same_call: bool = False) -> bool:
-        """Add tokens that have just arrived; ``same_call``: from the call that gave those before.
+        """Add tokens that have just arrived; true at the end of the answer.
 
-        True at the end.
+        ``same_call``: whether they are from the call that gave those before.
         """
         if self.ended:
             return True
-        kept = list(tokens[: self.max_tokens - len(self.tokens)])
-        stop = next((at for at, token in enumerate(kept, 1) if token in self._stops), None)
-        kept = kept[:stop]
+        kept = list[int]()
+        stopped = False
+        for token in tokens[: self.max_tokens - len(self.tokens)]:
+            kept.append(token)
+            if token in self._stops:
+                stopped = True
+                break
         self.tokens += kept
         self._last = perf_counter()
         if same_call:
@@ -145,7 +163,7 @@ class Answer:
             self.calls.append(len(kept))
         if len(self.calls) == 1:
             self._first = self._last
-        self.ended = stop is not None or len(self.tokens) >= self.max_tokens
+        self.ended = stopped or len(self.tokens) >= self.max_tokens
         return self.ended
 
     def as_json(self) -> Json:
@@ -161,7 +179,7 @@ class Answer:
 class Engine(Protocol):
     """A model in memory.
 
-    ``version``: of its package; ``weights``: how they are stored, as the engine calls it.
+    ``version``: of its package. ``weights``: how they are stored, in the engine's own words.
     """
 
     version: str

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ssdevice.adapters.base_files import weights_sha256
 from ssdevice.bench.runner import fitting
@@ -100,13 +101,14 @@ def run(args: argparse.Namespace) -> int:
     bundles = [open_bundle(args, folder) for folder in args.bundles]
     _check_weights(bundles, args.model)
     drafter = open_bundle(args, args.draft_model) if args.draft_model is not None else None
-    if drafter is not None:
-        mine, expected = (each.manifest.model.vocab for each in (drafter, bundles[0]))
-        if mine != expected:
-            raise InputError(
-                f"--draft-model {args.draft_model} has {mine} tokens, the bundle {expected}"
-            )
     first = bundles[0]
+    if drafter is not None:
+        found = drafter.manifest.model.vocab
+        expected = first.manifest.model.vocab
+        if found != expected:
+            raise InputError(
+                f"--draft-model {args.draft_model} has {found} tokens, the bundle {expected}"
+            )
     tokenizer = tokenizer_of(first)
     context = min(bundle.geometry.context for bundle in bundles)
     instruction = first.app(args.app).instruction
@@ -121,34 +123,44 @@ def run(args: argparse.Namespace) -> int:
         context=context,
         stops=tokenizer.stop_ids,
         lookup=tuple(dict.fromkeys(args.lookup or LOOKUP)),
-        sampling={
-            name: value
-            for name in SAMPLING
-            if args.temperature and (value := getattr(args, name)) is not None
-        },
+        sampling=_given_sampling(args) if args.temperature else {},
         pythons=pythons,
     )
     offered: list[Arm | Skip] = []
     notes = ["all engines are given the same ids"]
-    names = {folder.resolve().name for folder in args.bundles}
-    for folder, bundle in zip(args.bundles, bundles, strict=True):
-        label = f"ssdevice {folder.resolve().name if len(names) == len(bundles) else folder}"
+    for label, bundle in zip(_labels(args.bundles), bundles, strict=True):
         offered += ours.offers(bundle, args.app, engine_options(args), setup, label)
         if drafter is not None:
             offered += ours.drafted_offers(bundle, drafter, engine_options(args), setup, label)
-        notes.append(f"{label}: {_note(bundle.app(args.app))}")
+        notes.append(_answers_note(label, bundle.app(args.app)))
     with Progress(args.quiet) as progress:
         if args.model is not None:
             offered += offers(setup, args.without, progress.report)
             notes.append("other engines run the base model only")
-        if args.model is not None and setup.gguf.is_file() and "llama.cpp" not in args.without:
-            notes.append(
-                f"{setup.gguf} is taken to hold the weights of {setup.model}: its tensors are not compared"
-            )
-        found = compare(offered, prompts, options, progress.report)
-    report = as_json(found, setup, options, str(args.data), len(examples) - len(prompts), notes)
+            if setup.gguf.is_file() and "llama.cpp" not in args.without:
+                notes.append(
+                    f"{setup.gguf} is taken to hold the weights of {setup.model}: "
+                    "its tensors are not compared"
+                )
+        comparison = compare(offered, prompts, options, progress.report)
+    left_out = len(examples) - len(prompts)
+    report = as_json(comparison, setup, options, str(args.data), left_out, notes)
     finish(args, report, as_markdown(report))
     return 0
+
+
+def _given_sampling(args: argparse.Namespace) -> dict[str, float]:
+    """The values of SAMPLING that the user gave."""
+    values = {name: getattr(args, name) for name in SAMPLING}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """What bundles are called in the table: by the names of their folders, if these differ."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return [f"ssdevice {name}" for name in names]
 
 
 def _check_options(args: argparse.Namespace) -> dict[str, str]:
@@ -157,7 +169,8 @@ def _check_options(args: argparse.Namespace) -> dict[str, str]:
     Raises InputError, before any work, for options that cannot be carried out.
     """
     check_measuring(args)
-    Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
+    given: dict[str, Any] = _given_sampling(args)
+    Sampling(**given)
     if args.model is None:
         others = ("--gguf", "--genai", "--lookup", "--without", "--python")
         refuse_ignored(args, "other engines are measured with --model", *others)
@@ -179,6 +192,7 @@ def _check_options(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _named_python(text: str) -> tuple[str, str]:
+    """The peer and its interpreter in ``PEER=FILE``; raises InputError."""
     name, _, python = text.partition("=")
     if not name or not python:
         raise InputError(f"--python {text}: expected PEER=FILE, such as genai=/usr/bin/python3")
@@ -186,6 +200,7 @@ def _named_python(text: str) -> tuple[str, str]:
 
 
 def _check_weights(bundles: Sequence[Bundle], model: Path | None) -> None:
+    """Raise InputError unless all bundles have one base, that in the folder ``model`` if given."""
     what = f"the base of {bundles[0].folder}"
     sha256 = bundles[0].manifest.model.sha256
     if model is not None:
@@ -199,7 +214,11 @@ def _check_weights(bundles: Sequence[Bundle], model: Path | None) -> None:
         bundle.check_base(what, sha256)
 
 
-def _note(app: App) -> str:
+def _answers_note(label: str, app: App) -> str:
+    """Whether the tokens of a bundle's app are those of the peers."""
     if app.answers_as_base:
-        return f"app {app.name!r} gives the answers of the base model"
-    return f"app {app.name!r} has an adapter that changes the answers, so its tokens are not those of the peers"
+        return f"{label}: app {app.name!r} gives the answers of the base model"
+    return (
+        f"{label}: app {app.name!r} has an adapter that changes the answers, "
+        "so its tokens are not those of the peers"
+    )

@@ -1,5 +1,6 @@
-"""Measures arms in turns, one at work while all others wait, and tells the result as JSON and as
-Markdown.
+"""Measures arms in turns, one at work while all others wait.
+
+The result is told as JSON and as Markdown.
 """
 
 from __future__ import annotations
@@ -30,38 +31,41 @@ class Comparison:
     load: Load
 
     def differing(self, row: Worker) -> list[int] | None:
-        """Prompts (from 0) on which a speculative arm gave other tokens than its plain arm in any
-        round.
+        """Prompts (from 0) on which a speculative arm gave other tokens than its plain arm.
 
-        None for a plain arm, and for one whose plain arm is not in the table.
+        In any round. None for a plain arm, and for one whose plain arm is not in the table.
         """
-        plain = next((other for other in self.rows if other.arm.name == row.arm.plain), None)
-        if plain is None:
-            return None
-        return row.measured.differing(plain.measured)
+        for other in self.rows:
+            if other.arm.name == row.arm.plain:
+                return row.measured.differing(other.measured)
+        return None
 
     @property
     def baseline(self) -> Worker:
-        """The plain arm of another engine that decodes fastest, or that of the first bundle if
-        there is none.
+        """The plain arm of another engine that decodes fastest.
+
+        If there is none, that of the first bundle.
         """
         plain = [row for row in self.rows if not row.arm.ours and row.arm.plain is None]
-        return max(
-            plain, key=lambda row: row.measured.tokens_per_second.median, default=self.rows[0]
-        )
+        if not plain:
+            return self.rows[0]
+        return max(plain, key=lambda row: row.measured.tokens_per_second.median)
 
     def over_baseline(self, row: Worker) -> Interval | None:
         """How many times as fast by token an arm is as the baseline; None for itself."""
-        return row.measured.over(self.baseline.measured) if row is not self.baseline else None
+        if row is self.baseline:
+            return None
+        return row.measured.over(self.baseline.measured)
 
 
 def offers(setup: Setup, without: Sequence[str], report: Report) -> list[Arm | Skip]:
     """The arms of all peers but those in ``without``."""
     found: list[Arm | Skip] = []
     for name, module in track(report, "prepare", list(PEERS.items())):
-        found += (
-            [Skip(name, "--without")] if name in without else import_module(module).offers(setup)
-        )
+        if name in without:
+            found.append(Skip(name, "--without"))
+        else:
+            found += import_module(module).offers(setup)
     return found
 
 
@@ -93,9 +97,8 @@ def compare(
         watch = LoadWatch([worker.pid for worker in workers])
         for number, at, lane in take_turns(options.rounds, len(prompts), len(workers), report):
             sleep(SETTLE_SECONDS)
-            workers[lane].measured.add(
-                number, workers[lane].answer(prompts[at], options.max_tokens)
-            )
+            worker = workers[lane]
+            worker.measured.add(number, worker.answer(prompts[at], options.max_tokens))
         return Comparison(workers, skipped, watch.load())
 
 
@@ -108,6 +111,9 @@ def as_json(
     notes: Sequence[str],
 ) -> Json:
     """The object that ``peers --json`` writes. ``notes``: what a reader of the table must know."""
+    openmp = {
+        name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))
+    }
     return {
         "ssdevice": __version__,
         "model": str(setup.model),
@@ -122,9 +128,7 @@ def as_json(
         "sampling": dict(setup.sampling),
         "valid": comparison.load.valid,
         "machine": comparison.load.as_json(),
-        "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))
-        },
+        "environment": openmp,
         "arms": {row.arm.name: _row(comparison, row) for row in comparison.rows},
         "baseline": comparison.baseline.arm.name,
         "skipped": {skip.name: skip.reason for skip in comparison.skipped},
@@ -133,6 +137,7 @@ def as_json(
 
 
 def _row(comparison: Comparison, row: Worker) -> Json:
+    """What is known of one arm."""
     differing = comparison.differing(row)
     ratio = comparison.over_baseline(row)
     return {
@@ -151,16 +156,16 @@ def _row(comparison: Comparison, row: Worker) -> Json:
 
 
 def _equal_answers(comparison: Comparison) -> list[str]:
-    """On how many prompts each further bundle has the tokens of the first, both decoding plainly."""
+    """On how many prompts each further bundle has the tokens of the first, decoding plainly."""
     first, *others = [row for row in comparison.rows if row.arm.ours and row.arm.plain is None]
     prompts = len(first.measured.answers)
-    equal = [
-        (row.arm.name, prompts - len(row.measured.differing(first.measured))) for row in others
-    ]
-    return [
-        f"{name}: the tokens of {first.arm.name} on {number} of {prompts} prompts"
-        for name, number in equal
-    ]
+    notes = list[str]()
+    for row in others:
+        equal = prompts - len(row.measured.differing(first.measured))
+        notes.append(
+            f"{row.arm.name}: the tokens of {first.arm.name} on {equal} of {prompts} prompts"
+        )
+    return notes
 
 
 COLUMNS = (
@@ -177,32 +182,34 @@ COLUMNS = (
 
 
 def as_markdown(report: Json) -> str:
-    """The object of ``as_json`` as a table with what is skipped and noted.
+    """The object of ``as_json`` as a table, with what is skipped and noted.
 
     One that is not valid says so first.
     """
     arms = report["arms"]
-    lines = [
-        *heading(report),
-        *table(COLUMNS, *(_cells(name, arm, report["prompts"]) for name, arm in arms.items())),
-    ]
-    lines.append(
-        "Versions: " + "; ".join(dict.fromkeys(arm["version"] for arm in arms.values())) + "."
-    )
+    rows = [_cells(name, arm, report["prompts"]) for name, arm in arms.items()]
+    lines = [*heading(report), *table(COLUMNS, *rows)]
+    versions = dict.fromkeys(arm["version"] for arm in arms.values())  # each once, in order
+    lines.append(f"Versions: {'; '.join(versions)}.")
     for name, arm in arms.items():
         ratio = arm["over_baseline"]
         if arm["ours"] and ratio is not None:
             lines.append(
-                f"- {name}: {ratio['estimate']:.2f}x{bounds(ratio)} as fast by token as {report['baseline']}"
+                f"- {name}: {ratio['estimate']:.2f}x{bounds(ratio)} as fast by token "
+                f"as {report['baseline']}"
             )
     reasons: dict[str, list[str]] = {}
     for name, reason in report["skipped"].items():
         reasons.setdefault(reason, []).append(name)
-    lines += [f"- skipped: {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return "\n".join([*lines, *(f"- {note}" for note in report["notes"])])
+    for reason, names in reasons.items():
+        lines.append(f"- skipped: {'; '.join(names)}: {reason}")
+    for note in report["notes"]:
+        lines.append(f"- {note}")
+    return "\n".join(lines)
 
 
 def _cells(name: str, arm: Json, prompts: int) -> list[str]:
+    """The row of an arm, by COLUMNS."""
     differing = arm["differing_prompts"]
     return [
         name,

@@ -1,4 +1,4 @@
-"""onnxruntime-genai on models that its own builder makes of the Hugging Face folder: INT4 and INT8."""
+"""onnxruntime-genai on models that its own builder makes of the Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ NAME = "genai"
 PRECISIONS = ("int4", "int8")
 CONFIG = "genai_config.json"
 BUILDER = "onnxruntime_genai.models.builder"
-OPTIONS = (
-    "accuracy_level=4",
-    "block_size=32",
-)  # products of integers; both are what the builder takes for CPUs
+OPTIONS = ("accuracy_level=4", "block_size=32")
+"""Products of integers; both are what the builder takes for CPUs."""
 
 
 def offers(setup: Setup) -> Offers:
@@ -53,20 +51,9 @@ def build(python: str, model: Path, folder: Path, precision: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as made:
         out = Path(made) / "out"
-        command = [
-            python,
-            "-m",
-            BUILDER,
-            "-i",
-            str(model.resolve()),
-            "-o",
-            str(out),
-            "-p",
-            precision,
-            "-e",
-            "cpu",
-        ]
-        command += ["-c", str(Path(made) / "cache"), "--extra_options", *OPTIONS]
+        command = [python, "-m", BUILDER]
+        command += ["-i", str(model.resolve()), "-o", str(out), "-c", str(Path(made) / "cache")]
+        command += ["-p", precision, "-e", "cpu", "--extra_options", *OPTIONS]
         try:
             done = subprocess.run(
                 command, cwd=made, capture_output=True, text=True, errors="replace"
@@ -101,12 +88,9 @@ class Genai:
         import onnxruntime_genai
 
         config = onnxruntime_genai.Config(folder)
-        session = {"intra_op_num_threads": threads}
-        config.overlay(
-            json.dumps(
-                {"model": {"eos_token_id": list(stops), "decoder": {"session_options": session}}}
-            )
-        )
+        decoder = {"session_options": {"intra_op_num_threads": threads}}
+        settings = {"model": {"eos_token_id": list(stops), "decoder": decoder}}
+        config.overlay(json.dumps(settings))
         model = onnxruntime_genai.Model(config)
         params = onnxruntime_genai.GeneratorParams(model)
         params.set_search_options(
@@ -117,6 +101,7 @@ class Genai:
         self.weights = precision
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
+        """See ``Engine``."""
         self._generator.rewind_to(0)  # cheaper than a new generator: its cache stays allocated
         self._generator.append_tokens(list(prompt))
         while not answer.ended:
@@ -125,10 +110,8 @@ class Genai:
 
 
 def _search(sampling: Json) -> Json:
-    """The options of a search that samples as asked; without a seed of its own each run is another."""
-    seed = {"random_seed": sampling["seed"]} if "seed" in sampling else {}
-    return {
-        "do_sample": bool(sampling),
-        **{name: sampling[name] for name in sampling if name != "seed"},
-        **seed,
-    }
+    """The options of a search that samples as asked; without a seed each run is another."""
+    options = {"do_sample": bool(sampling), **sampling}
+    if "seed" in options:
+        options["random_seed"] = options.pop("seed")
+    return options

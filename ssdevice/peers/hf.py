@@ -20,7 +20,7 @@ def offers(setup: Setup) -> Offers:
     except InputError as error:
         yield Skip(NAME, str(error))
         return
-    files = [*weights, *(file for kind in ("*.json", "*.jinja") for file in setup.model.glob(kind))]
+    files = [*weights, *setup.model.glob("*.json"), *setup.model.glob("*.jinja")]
     disk_bytes = sum(file.stat().st_size for file in files)
     yield from lookup_arms(NAME, __name__, setup, disk_bytes, model=str(setup.model.resolve()))
 
@@ -69,15 +69,21 @@ class Transformers:
         # A model's generation_config may ask for a penalty, which the other engines do not apply.
         asked = dict(sampling)
         torch.manual_seed(asked.pop("seed", 0))
-        self._options: Json = {"do_sample": bool(asked), "repetition_penalty": 1.0}
-        self._options |= {"top_k": 0, "top_p": 1.0, **asked} if asked else {}
-        self._options |= {"eos_token_id": list(stops), "pad_token_id": stops[0]}
+        self._options: Json = {
+            "do_sample": bool(asked),
+            "repetition_penalty": 1.0,
+            "eos_token_id": list(stops),
+            "pad_token_id": stops[0],
+        }
+        if asked:
+            self._options |= {"top_k": 0, "top_p": 1.0} | asked
         if lookup:
             self._options["prompt_lookup_num_tokens"] = lookup
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self.weights = "fp32"
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
+        """See ``Engine``."""
         ids = self._torch.tensor([list(prompt)])
         self._model.generate(
             ids,

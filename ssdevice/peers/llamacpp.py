@@ -1,6 +1,4 @@
-"""llama.cpp through llama-cpp-python, on a GGUF file: plain, and with the draft that it looks up in
-the prompt.
-"""
+"""llama.cpp through llama-cpp-python, on a GGUF file: plain, and with its prompt lookup."""
 
 from __future__ import annotations
 
@@ -52,18 +50,17 @@ class LlamaCpp:
             logits_all=lookup > 0,
             verbose=False,
         )
+        asked = dict(sampling)
+        self._llama.set_seed(asked.pop("seed", 0))
         # Its own defaults would truncate: 0 and 1 leave all tokens.
         self._options: Json = {
-            "temp": 0.0,
+            "temp": asked.pop("temperature", 0.0),
             "top_k": 0,
             "top_p": 1.0,
             "min_p": 0.0,
             "repeat_penalty": 1.0,
         }
-        self._options |= {
-            "temp" if name == "temperature" else name: value for name, value in sampling.items()
-        }
-        self._llama.set_seed(self._options.pop("seed", 0))
+        self._options |= asked
         self._calls = 0
         evaluate = self._llama.eval
 
@@ -71,15 +68,15 @@ class LlamaCpp:
             self._calls += 1
             evaluate(tokens)
 
-        vars(self._llama)["eval"] = (
-            counted  # mypy, where it sees the package's types, lets no method be assigned
-        )
+        # Where mypy sees the package's types, it lets no method be assigned.
+        vars(self._llama)["eval"] = counted
         text = ctypes.create_string_buffer(128)
         llama_cpp.llama_model_desc(self._llama.model, text, len(text))
         self.version = f"llama-cpp-python {llama_cpp.__version__}"
         self.weights = text.value.decode().split(maxsplit=2)[-1]  # such as "llama 135M Q4_0"
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
+        """See ``Engine``."""
         self._llama.reset()  # else it continues from what this prompt has in common with the last
         seen = -1
         for token in self._llama.generate(list(prompt), **self._options):

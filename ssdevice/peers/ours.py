@@ -1,6 +1,4 @@
-"""A bundle as an arm: plain, speculative and adaptive if its app has streams, or with the drafts of
-a smaller model.
-"""
+"""A bundle as an arm: plain, speculative and adaptive, or with the drafts of a smaller model."""
 
 from __future__ import annotations
 
@@ -33,9 +31,10 @@ def offers(
 
     available = available_modes(bundle.function_names(app), bundle.manifest.mode is not None)
     plain = f"{label}, plain"
-    modes = {plain: available[0]} | {
-        f"{label}, {mode}": mode for mode in (SPECULATIVE, ADAPTIVE) if mode in available
-    }
+    modes = {plain: available[0]}
+    for mode in (SPECULATIVE, ADAPTIVE):
+        if mode in available:
+            modes[f"{label}, {mode}"] = mode
     engine = asdict(options) | {"threads": setup.threads}
     for name, mode in modes.items():
         yield Arm(
@@ -54,13 +53,19 @@ def open_engine(settings: Json) -> BundleEngine:
     """A session of the bundle, or of both bundles where a ``drafter`` is named."""
     if "drafter" in settings:
         return TwoModels(settings["bundle"], settings["drafter"], settings["options"])
-    names = ("bundle", "app", "mode", "options", "sampling")
-    return BundleEngine(*(settings[name] for name in names))
+    return BundleEngine(
+        bundle=settings["bundle"],
+        app=settings["app"],
+        mode=settings["mode"],
+        options=settings["options"],
+        sampling=settings["sampling"],
+    )
 
 
 class BundleEngine:
-    """``mode``: one of the decoding modes; ``options``: the fields of EngineOptions; ``sampling``:
-    of Sampling.
+    """An ``Engine`` of a bundle's app, which decodes in one ``mode``.
+
+    ``options``: the fields of EngineOptions. ``sampling``: those of Sampling.
     """
 
     def __init__(
@@ -74,14 +79,13 @@ class BundleEngine:
         self.weights = manifest.precision.value
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
+        """See ``Engine``."""
         self._session.reset()  # nothing of the prompt is in the cache
         # Text is decoded on the way, as for a user; the peers are measured without.
-        most = answer.max_tokens
-        mode = self._mode
-        sampling = self._sampling
-        with closing(
-            self._session.runs(prompt, max_tokens=most, mode=mode, sampling=sampling)
-        ) as runs:
+        runs = self._session.runs(
+            prompt, max_tokens=answer.max_tokens, mode=self._mode, sampling=self._sampling
+        )
+        with closing(runs):
             for run in runs:
                 answer.add(run.tokens)
 
@@ -89,26 +93,27 @@ class BundleEngine:
 def drafted_offers(
     bundle: Bundle, drafter: Bundle, options: EngineOptions, setup: Setup, label: str
 ) -> Offers:
-    """The arm of a bundle, called ``label``, for which ``drafter`` drafts; none if it has streams
-    or no step.
+    """The arm of a bundle, called ``label``, for which ``drafter`` drafts.
+
+    None if the bundle has streams or no step.
     """
-    if bundle.manifest.mode is None and STEP in bundle.function_names(None):
-        engine = asdict(options) | {"threads": setup.threads}
-        big, small = (str(each.folder.resolve()) for each in (bundle, drafter))
-        yield Arm(
-            name=f"{label}, drafts of {drafter.folder.resolve().name}",
-            module=__name__,
-            settings=setup.settings(bundle=big, drafter=small, options=engine),
-            disk_bytes=bundle.manifest.total_bytes + drafter.manifest.total_bytes,
-            plain=f"{label}, plain",
-            ours=True,
-        )
+    if bundle.manifest.mode is not None or STEP not in bundle.function_names(None):
+        return
+    engine = asdict(options) | {"threads": setup.threads}
+    big = bundle.folder.resolve()
+    small = drafter.folder.resolve()
+    yield Arm(
+        name=f"{label}, drafts of {small.name}",
+        module=__name__,
+        settings=setup.settings(bundle=str(big), drafter=str(small), options=engine),
+        disk_bytes=bundle.manifest.total_bytes + drafter.manifest.total_bytes,
+        plain=f"{label}, plain",
+        ours=True,
+    )
 
 
 class DraftModel:
-    """An ``Advance`` (see ``ssdevice.runtime.loop``): ``small`` writes the drafts of each step,
-    greedily.
-    """
+    """An ``Advance`` (see ``ssdevice.runtime.loop``) in which ``small`` drafts, greedily."""
 
     def __init__(self, small: Conversation) -> None:
         self.small = small
@@ -131,15 +136,14 @@ class DraftModel:
         return conversation.step(last)
 
     def _read(self, token: int) -> int:
+        """The small model's token after one that it has not read yet."""
         following = self.small.step_plain(token)
         self.small.length += 1
         return following
 
 
 class TwoModels(BundleEngine):
-    """``bundle`` verifies what ``drafter`` drafts; ``options``: the fields of EngineOptions, for
-    both.
-    """
+    """``bundle`` verifies what ``drafter`` drafts. ``options``: EngineOptions' fields, for both."""
 
     def __init__(self, bundle: str, drafter: str, options: Json) -> None:
         super().__init__(bundle, None, "plain", options, {})
@@ -148,7 +152,9 @@ class TwoModels(BundleEngine):
         self._advance = DraftModel(small.engine.new_conversation())
 
     def answer(self, prompt: Sequence[int], answer: Answer) -> None:
-        self._conversation.length = self._advance.small.length = 0
+        """See ``Engine``."""
+        self._conversation.length = 0
+        self._advance.small.length = 0
         accept = self._session.tokenizer.output(()).push
         for run in decode(self._conversation, prompt, self._advance, accept, answer.max_tokens):
             answer.add(run.tokens)

@@ -1,4 +1,4 @@
-"""The side of a worker that measures: starts the process, asks it, and says what went wrong in it."""
+"""The side of a worker that measures: it starts the process, asks it, and says what went wrong."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from ssdevice.runtime.generation import Generation
 # The interpreter may be another one, which does not know this package. Once the package is loaded,
 # the folder that holds it is taken off the path again: the packages beside it are not for that
 # interpreter.
-START = "import sys; sys.path.insert(0, sys.argv[1]); from ssdevice.peers.worker import main; del sys.path[0]; main()"
+START = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from ssdevice.peers.worker import main
+del sys.path[0]
+main()
+"""
 SETTLE_SECONDS = 0.1
-"""Pause before an answer, until the threads of the engine before have stopped to wait busily for
-more work.
+"""Pause before an answer.
+
+In this time the threads of the engine before stop to wait busily for more work.
 """
 
 
@@ -36,7 +43,8 @@ class Worker:
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
         self.measured = Measured(arm.name)
-        self.resident_mb = self.peak_mb = 0.0
+        self.resident_mb = 0.0
+        self.peak_mb = 0.0
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed by close
         root = str(Path(ssdevice.__file__).resolve().parents[1])
         try:
@@ -78,6 +86,7 @@ class Worker:
         return Generation(len(prompt), **found)
 
     def _ask(self, request: Json) -> Json:
+        """The process's reply; raises SSDeviceError for an error in it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # it has ended; reading says so
             print(json.dumps(request), file=self._process.stdin, flush=True)
@@ -88,10 +97,13 @@ class Worker:
         return reply
 
     def _last_words(self) -> str:
+        """How a process ended, which is waited for."""
         code = self._process.wait()
         self._log.seek(0)
-        said = self._log.read().strip().splitlines()
-        return f"its process ended with code {code}" + (f": {said[-1]}" if said else "")
+        lines = self._log.read().strip().splitlines()
+        if not lines:
+            return f"its process ended with code {code}"
+        return f"its process ended with code {code}: {lines[-1]}"
 
     def close(self) -> None:
         """End the process."""

@@ -28,9 +28,11 @@ def main() -> None:
     try:
         engine: Engine = import_module(request["module"]).open_engine(settings)
     except ModuleNotFoundError as error:
-        return _tell(pipe, {"missing": error.name or str(error)})
+        _tell(pipe, {"missing": error.name or str(error)})
+        return
     except Exception as error:
-        return _tell(pipe, {"error": typed_line(error)})
+        _tell(pipe, {"error": typed_line(error)})
+        return
     _tell(pipe, {"version": engine.version, "weights": engine.weights})
     for line in sys.stdin:
         request = json.loads(line)
@@ -38,7 +40,8 @@ def main() -> None:
             answer = Answer(request["max_tokens"], settings["stops"])
             engine.answer(request["prompt"], answer)
         except Exception as error:
-            return _tell(pipe, {"error": typed_line(error)})
+            _tell(pipe, {"error": typed_line(error)})
+            return
         _tell(pipe, answer.as_json() | {"peak_mb": own_peak_mb()})
 
 

@@ -20,9 +20,7 @@ from ssdevice.errors import InputError
 from ssdevice.train.options import UNFINISHED
 
 State = dict[str, Any]
-"""``step``: steps done; ``weights``, ``optimizer``, ``scheduler``: their states; ``history``: the
-losses by step.
-"""
+"""``step``: steps done; ``weights``, ``optimizer``, ``scheduler``: states; ``history``: losses."""
 
 
 def save(folder: Path, state: State) -> None:
@@ -43,8 +41,10 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
     """
     file = folder / UNFINISHED / "run"
     if file.is_file() and file.read_bytes() != fingerprint.encode():
-        how = f"repeat its command to finish it, or delete {file.parent} to start over"
-        raise InputError(f"{folder} holds an unfinished run with other options or data; {how}")
+        raise InputError(
+            f"{folder} holds an unfinished run with other options or data; "
+            f"repeat its command to finish it, or delete {file.parent} to start over"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(fingerprint, "utf-8")
     try:
@@ -56,7 +56,8 @@ def claimed(folder: Path, fingerprint: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if [each.name for each in file.parent.iterdir()] == [file.name]:
+        written = [each.name for each in file.parent.iterdir()]
+        if written == [file.name]:
             shutil.rmtree(file.parent)
             if not any(folder.iterdir()):
                 folder.rmdir()

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import chain
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -17,43 +18,43 @@ from ssdevice.model.backbone import Backbone
 from ssdevice.model.visibility import causal
 
 Choose = Callable[[Tensor, list[int], list[int]], list[int]]
-"""``(logits [n, V], requests [n], places [n])``: chooses the token of each row, given its answer's
-number and place.
+"""``(logits [n, V], requests [n], places [n])`` -> the token chosen for each row.
+
+A row is the next token of an answer: its request's number and its place there.
 """
 SLOTS = 64
 """Answers in progress at once."""
 MOST_SLOTS = 1024
-"""With CUDA, where a step takes as long for this many as for SLOTS, if its memory has room for
-them.
-"""
+"""The same with CUDA, if its memory has room: a step takes as long for so many as for SLOTS."""
 PREFILL_TOKENS = 2048
 """Padded tokens per prefill: this bounds the memory of the attention scores."""
 REFILL = 4
-"""New prompts start when one in so many slots is free: a prefill of few rows costs almost as much
-as one of many.
+"""New prompts start when one in so many slots is free.
+
+A prefill of few rows costs almost as much as one of many.
 """
 VISIBLE_MULTIPLE = 32
+"""Steps see a multiple of so many rows, so that few shapes occur."""
 
 
 def greedy(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
     """The likeliest token of each row of ``logits [n, V]``; the lowest id wins a tie.
 
-    The rest does not matter.
+    It is the same for every request and place.
     """
     return logits.argmax(-1).tolist()
 
 
 def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> Choose:
-    """Sampling from the likeliest tokens that together have ``top_p`` of the probability, ``most``
-    at most.
+    """Sampling from the likeliest tokens that together have ``top_p`` of the probability.
 
-    A token depends on the seed, the request's number and the place, not on the rest of the batch.
+    ``most``: how many tokens at most. A token depends on the seed, the request's number and the
+    place, not on the rest of the batch.
     """
 
     def choose(logits: Tensor, requests: list[int], places: list[int]) -> list[int]:
-        best, ids = torch.softmax(logits.float() / temperature, -1).topk(
-            min(most, logits.shape[-1])
-        )
+        probabilities = torch.softmax(logits.float() / temperature, -1)
+        best, ids = probabilities.topk(min(most, logits.shape[-1]))
         before = best.cumsum(-1) - best
         kept = torch.where(before < top_p, best, 0.0).cumsum(-1)
         pairs = zip(requests, places, strict=True)
@@ -66,11 +67,11 @@ def sampling(seed: int, temperature: float, top_p: float, most: int = 1024) -> C
 
 
 class Decoding:
-    """Iterates over ``(i, answer to prompts[i])`` as answers end: with their stop token, or after
-    ``most[i]`` tokens.
+    """Iterates over ``(i, answer to prompts[i])`` as answers end.
 
-    ``slots``: answers in progress at once (default: what suits the device), in rows 0 to n - 1 of
-    the cache. ``names``: the request numbers that ``choose`` gets (default: the prompts' indices).
+    An answer ends with a token of ``stop``, or after ``most[i]`` tokens. ``slots``: answers in
+    progress at once (default: what suits the device), in rows 0 to n - 1 of the cache. ``names``:
+    the request numbers that ``choose`` gets (default: the prompts' indices).
     """
 
     def __init__(
@@ -92,15 +93,19 @@ class Decoding:
         self.waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
         self.device = next(backbone.parameters()).device
         self.requests: list[int] = []  # by slot
-        self.answers: list[list[int]] = []
-        self.cache: list[KeyValue] = []
-        rows = max((len(p) + m for p, m in zip(prompts, most, strict=True)), default=0)
-        self.rows = -(-rows // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE
-        self.slots = min(self._most_slots() if slots is None else slots, len(prompts))
+        self.answers: list[list[int]] = []  # by slot
+        self.cache: list[KeyValue] = []  # by layer
+        totals = (len(ids) + tokens for ids, tokens in zip(prompts, most, strict=True))
+        self.rows = _whole_blocks(max(totals, default=0))
+        if slots is None:
+            slots = self._most_slots()
+        self.slots = min(slots, len(prompts))
 
     def _most_slots(self) -> int:
-        """How many answers fit into half of the free memory of a CUDA device, with their rows and
-        logits in float32.
+        """How many answers may be in progress at once.
+
+        On a CUDA device, as many as fit into half of its free memory, with their rows and logits in
+        float32.
         """
         if self.device.type != "cuda":
             return SLOTS
@@ -138,9 +143,8 @@ class Decoding:
         prompts = [self.prompts[i] for i in group]
         lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
         width = len(prompts[-1])  # the longest
-        tokens = torch.tensor(
-            [[*ids, *[0] * (width - len(ids))] for ids in prompts], device=self.device
-        )
+        padded = [list(ids) + [0] * (width - len(ids)) for ids in prompts]
+        tokens = torch.tensor(padded, device=self.device)
         positions = torch.arange(width, dtype=torch.int32, device=self.device)
         masks = backbone.masks(lambda window: causal(positions, window)[None, None])
         h = backbone.embed(tokens, positions[None].expand(len(group), -1))
@@ -160,23 +164,25 @@ class Decoding:
         n = len(self.requests)
         # The last token of an answer has no row yet, so its position is the number of rows.
         lengths = [
-            len(self.prompts[r]) + len(a) - 1
-            for r, a in zip(self.requests, self.answers, strict=True)
+            len(self.prompts[request]) + len(answer) - 1
+            for request, answer in zip(self.requests, self.answers, strict=True)
         ]
-        visible = min(self.rows, -(-max(lengths) // VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE)
+        visible = min(self.rows, _whole_blocks(max(lengths)))
         at = torch.tensor(lengths, dtype=torch.int32, device=self.device)[:, None]
         columns = torch.arange(visible, dtype=torch.int32, device=self.device)[None]
 
         def sees(window: int | None) -> Tensor:
-            seen = columns < at if window is None else (columns < at) & (at - columns < window)
-            return torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)[:, None, None]
+            seen = columns < at
+            if window is not None:
+                seen = seen & (at - columns < window)
+            itself = torch.ones_like(seen[:, :1])
+            return torch.cat([seen, itself], dim=1)[:, None, None]
 
         past = [[(keys[:n, :, :visible], values[:n, :, :visible])] for keys, values in self.cache]
         tokens = torch.tensor([[answer[-1]] for answer in self.answers], device=self.device)
         h = backbone.embed(tokens, at)
-        h, new = backbone.run(
-            0, backbone.num_layers, h, backbone.rope(at), backbone.masks(sees), past
-        )
+        masks = backbone.masks(sees)
+        h, new = backbone.run(0, backbone.num_layers, h, backbone.rope(at), masks, past)
         slots = torch.arange(n, device=self.device)
         for whole, part in zip(chain(*self.cache), chain(*new), strict=True):
             whole[slots, :, at[:, 0].long()] = part[:, :, 0].to(whole.dtype)
@@ -184,11 +190,11 @@ class Decoding:
 
     def _take(self, h: Tensor, first: int) -> None:
         """Choose the next tokens of the slots from ``first`` on by their last rows ``h [n, D]``."""
-        requests = [self.names[r] for r in self.requests[first:]]
-        tokens = self.choose(
-            self.backbone.head(h), requests, [len(answer) for answer in self.answers[first:]]
-        )
-        for answer, token in zip(self.answers[first:], tokens, strict=True):
+        answers = self.answers[first:]
+        requests = [self.names[request] for request in self.requests[first:]]
+        places = [len(answer) for answer in answers]
+        tokens = self.choose(self.backbone.head(h), requests, places)
+        for answer, token in zip(answers, tokens, strict=True):
             answer.append(token)
 
     def _drop(self, slot: int) -> None:
@@ -203,9 +209,19 @@ class Decoding:
         del self.requests[last], self.answers[last]
 
     def _room(self, like: Tensor) -> Tensor:
-        """Zeros, because a NaN in a masked row would spoil the sum; in the type in which products
-        read them.
+        """An empty cache for rows ``like [.., kv_heads, R, head_dim]`` of every slot.
+
+        It is of zeros, because a NaN in a masked row would spoil the sum, and in the type in which
+        products read it.
         """
         kind = like.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
-        return like.new_zeros((self.slots, like.shape[1], self.rows, like.shape[3]), dtype=dtype)
+        dtype = like.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        shape = (self.slots, like.shape[1], self.rows, like.shape[3])
+        return like.new_zeros(shape, dtype=dtype)
+
+
+def _whole_blocks(rows: int) -> int:
+    """The next multiple of VISIBLE_MULTIPLE."""
+    return ceil(rows / VISIBLE_MULTIPLE) * VISIBLE_MULTIPLE

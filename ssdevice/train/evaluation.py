@@ -19,6 +19,7 @@ from ssdevice.train.samples import own_completions
 from ssdevice.tree import MISS, Tree, tokens_per_step
 
 DEV_LIMIT = 100
+"""The most dev rows."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +33,35 @@ class DevResult:
 def dev_prompts(
     options: TrainOptions, examples: list[Example], tokenizer: ChatTokenizer
 ) -> list[Sample]:
-    """The dev prompts that leave half of ``max_length`` to the answer; raises InputError if there
-    is none.
+    """The dev prompts that leave half of ``max_length`` to the answer.
+
+    Raises InputError if there are examples but no such prompt.
     """
     longest = options.max_length // 2
     prompts = [
-        tokenizer.prompt_ids(e.prompt, instruction=options.instruction, system=e.system)
-        for e in examples
+        tokenizer.prompt_ids(example.prompt, instruction=options.instruction, system=example.system)
+        for example in examples
     ]
     fitting = [Sample(tuple(ids), len(ids)) for ids in prompts if len(ids) <= longest]
     if examples and not fitting:
-        what = f"none of the {len(examples)} prompts has {longest} tokens or fewer, half of --max-length"
-        raise InputError(f"--dev {options.dev}: {what}; the shortest has {min(map(len, prompts))}")
+        shortest = min(len(ids) for ids in prompts)
+        raise InputError(
+            f"--dev {options.dev}: none of the {len(examples)} prompts has {longest} tokens or "
+            f"fewer, half of --max-length; the shortest has {shortest}"
+        )
     return fitting
 
 
 def evaluate(job: Job, dev: list[Sample]) -> DevResult | None:
-    """The DevResult of the saved adapter; None in processes other than the first, which only help
-    to decode.
+    """The DevResult of the saved adapter.
+
+    None in processes other than the first, which only help to decode.
     """
     options = job.options
     place = job.place
     model = loading.load(job.folder, options.out, options.max_length).model.to(place.device)
-    dev = own_completions(
-        job, model.backbone, dev, [options.max_length - sample.prompt for sample in dev], "dev"
-    )
+    most = [options.max_length - sample.prompt for sample in dev]
+    dev = own_completions(job, model.backbone, dev, most, "dev")
     if not place.main:
         return None
     with place.autocast():
@@ -68,12 +73,12 @@ def evaluate(job: Job, dev: list[Sample]) -> DevResult | None:
 def stream_ranks(
     model: StreamModel, samples: Sequence[Sample], batch: int = 4
 ) -> list[list[list[int]]]:
-    """For each sample and completion token i: the ranks ``[γ]`` at which streams 1..γ of the row
-    that predicted token i held tokens i+1..i+γ; 0 is the likeliest.
+    """For each sample and completion token i: the ranks ``[γ]`` of tokens i+1..i+γ.
 
-    Drafts of own layers follow the right tokens.
+    They are those in streams 1..γ of the row that predicted token i; 0 is the likeliest. Drafts of
+    own layers follow the right tokens.
     """
-    found: list[list[list[int]]] = []
+    found = list[list[list[int]]]()
     device = next(model.parameters()).device
     probe = StreamingLoss(model, LossWeights(0.0, 1.0)).to(device)
     for start in range(0, len(samples), batch):
@@ -86,35 +91,33 @@ def stream_ranks(
         logits = _draft_logits(model, s, data.tokens, nodes.clamp(min=0)).float()
         ahead = probe.ahead(data.tokens, nodes, data.lengths).flatten(1)
         ranks = ranks_of(ahead, logits).reshape(*nodes.shape, model.gamma).tolist()
-        found += [
-            row[: len(sample.ids) - sample.prompt] for row, sample in zip(ranks, group, strict=True)
-        ]
+        for row, sample in zip(ranks, group, strict=True):
+            completion = len(sample.ids) - sample.prompt
+            found.append(row[:completion])
     return found
 
 
 def ranks_of(tokens: Tensor, logits: Tensor) -> Tensor:
-    """The ranks of ``tokens [..]`` among ``logits [.., V]``, 0 for the likeliest; MISS for IGNORE."""
+    """The ranks of ``tokens [..]`` in ``logits [.., V]``: 0 for the likeliest, MISS for IGNORE."""
     wanted = logits.gather(-1, tokens.clamp(min=0)[..., None])
-    lower = (
-        torch.arange(logits.shape[-1], device=logits.device) < tokens[..., None]
-    )  # ties go to the lowest id
-    return torch.where(
-        tokens == IGNORE, MISS, ((logits > wanted) | ((logits == wanted) & lower)).sum(-1)
-    )
+    lower_id = torch.arange(logits.shape[-1], device=logits.device) < tokens[..., None]
+    likelier = (logits > wanted) | ((logits == wanted) & lower_id)  # ties go to the lowest id
+    return torch.where(tokens == IGNORE, MISS, likelier.sum(-1))
 
 
 def _draft_logits(model: StreamModel, s: Tensor, tokens: Tensor, nodes: Tensor) -> Tensor:
-    """Logits ``[B, n * γ, V]`` of streams ``[B, n * γ, D]``; where drafts follow each other, along
-    the likeliest.
+    """Logits ``[B, n * γ, V]`` of streams ``[B, n * γ, D]``.
+
+    Where drafts follow each other, each follows the likeliest one.
     """
     finished = model.finish(s)
     if model.streams is None or model.streams.follow is None:
         return model.draft_logits(finished)
     before = tokens.gather(1, nodes + 1)
     logits = list[Tensor]()
-    for j, row in enumerate(finished.reshape(*nodes.shape, model.gamma, -1).unbind(2), 1):
-        logits.append(
-            model.draft_logits(model.streams.after(row, model.backbone.embed(before, nodes + j)))
-        )
+    by_stream = finished.reshape(*nodes.shape, model.gamma, -1).unbind(2)
+    for j, row in enumerate(by_stream, 1):
+        embedded = model.backbone.embed(before, nodes + j)
+        logits.append(model.draft_logits(model.streams.after(row, embedded)))
         before = model.draft_tokens(logits[-1].argmax(-1))
     return torch.stack(logits, dim=2).flatten(1, 2)

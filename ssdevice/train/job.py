@@ -1,6 +1,4 @@
-"""What every stage of a run is given, its device and precision, and its share when several
-processes train together.
-"""
+"""What every stage of a run is given: its device and precision, and its share among processes."""
 
 import os
 from collections.abc import Sequence
@@ -19,15 +17,21 @@ from ssdevice.train.options import TrainOptions
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=12)
-"""How long processes wait for each other: one may still be generating answers when the others are
-done.
+"""How long processes wait for each other.
+
+One may still be generating answers when the others are done.
 """
+
+
+BF16_OF_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16")
+"""torch's names for what multiplies bfloat16 in a CPU."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """``device`` of this process, ``rank`` among ``world`` processes; ``bf16``: products run in
-    bfloat16.
+    """The device and precision of this process, and its ``rank`` among ``world`` processes.
+
+    ``bf16``: whether products run in bfloat16. ``state``: accelerate's ``PartialState``.
     """
 
     device: torch.device
@@ -38,21 +42,29 @@ class Place:
 
     @classmethod
     def find(cls, precision: str) -> Self:
-        """The accelerator of this process or the CPU; ``accelerate launch`` or ``torchrun`` start
-        several processes.
+        """The accelerator of this process, or the CPU.
+
+        ``accelerate launch`` and ``torchrun`` start several processes.
         """
         from accelerate import PartialState
         from accelerate.utils import parse_flag_from_env
 
-        # Several processes without CUDA must be told to use the CPU; a single one may have an Apple
-        # GPU.
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (
-            several and not torch.cuda.is_available()
-        )
-        state = PartialState(cpu=cpu, timeout=PATIENCE) if several else PartialState(cpu=cpu)
+        cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+        if several:
+            # Without CUDA they must be told to use the CPU; a single one may have an Apple GPU.
+            cpu = cpu or not torch.cuda.is_available()
+            state = PartialState(cpu=cpu, timeout=PATIENCE)
+        else:
+            state = PartialState(cpu=cpu)
         bf16 = has_bf16(state.device) if precision == "auto" else precision == "bf16"
-        return cls(state.device, state.process_index, state.num_processes, bf16, state)
+        return cls(
+            device=state.device,
+            rank=state.process_index,
+            world=state.num_processes,
+            bf16=bf16,
+            state=state,
+        )
 
     @property
     def main(self) -> bool:
@@ -60,18 +72,23 @@ class Place:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> list[T]:
+        """This process's part of the items."""
         return list(items[self.rank :: self.world])
 
     def wait(self) -> None:
+        """Wait until all processes are here."""
         self.state.wait_for_everyone()
 
     def leave(self) -> None:
+        """End the group of processes."""
         if self.world > 1:
             self.state.destroy_process_group()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A context in which products are bfloat16, if that is the precision."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+        if self.bf16:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
 
     def parallel(self, module: nn.Module) -> nn.Module:
         """The module with its gradients averaged over the processes."""
@@ -83,6 +100,7 @@ class Place:
         )
 
     def total(self, value: Tensor) -> Tensor:
+        """The sum of ``value`` over the processes, in place."""
         if self.world > 1:
             torch.distributed.all_reduce(value)
         return value
@@ -91,16 +109,13 @@ class Place:
 def has_bf16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16.
 
-    CPUs that do not emulate it, about 30 times slower than float32.
+    Other CPUs emulate it, about 30 times slower than float32.
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         found = torch.cpu.get_capabilities()
-        return any(
-            bool(found.get(name))
-            for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "arm_bf16")
-        )
+        return any(found.get(name) for name in BF16_OF_CPUS)
     return False
 
 

@@ -1,10 +1,11 @@
-"""The Speculative Streaming loss (2402.11131 eq. 5): next token on main rows, the γ after it on
-streams.
+"""The Speculative Streaming loss (2402.11131 eq. 5).
 
-Streams start at the last prompt token, whose main row predicts the first completion token. They run
-in segments of completion tokens (*Speculative Streaming: Efficient and Scalable Speculative
-Decoding with Multi-Stream Attention*, appendix I), so that the memory for them does not grow with γ
-times the sequence.
+Main rows predict the next token, streams the γ tokens after it. Streams start at the last prompt
+token, whose main row predicts the first completion token.
+
+Streams run in segments of completion tokens (*Speculative Streaming: Efficient and Scalable
+Speculative Decoding with Multi-Stream Attention*, appendix I), so that the memory for them does not
+grow with γ times the sequence.
 """
 
 from collections.abc import Iterator
@@ -25,17 +26,19 @@ from ssdevice.train.options import LossWeights
 
 IGNORE = -100
 Main = tuple[Tensor, Tensor | None, Rows]
-"""What ``StreamingLoss.run_main`` gives; None for final states from which no stream learns."""
+"""What ``StreamingLoss.run_main`` gives; None in place of final states that no stream needs."""
 
 
 class StreamingLoss(nn.Module):
-    """``forward(tokens, prompts, lengths)`` returns the weighted loss and the mean loss of each
-    stream ``[1 + γ]``.
+    """``forward`` returns the weighted loss, and the mean loss of each stream ``[1 + γ]``.
 
     Losses are means over the predicted tokens of their stream, in nats; the weighted one is a sum
     over these tokens if the weights are ``summed``. Streams do not predict tokens outside the draft
-    vocabulary. Main rows run without gradients if α0 = 0. ``nodes``: how many nodes of a batch run
-    their streams in one pass; a larger batch is recomputed segment by segment in the backward pass.
+    vocabulary. Main rows run without gradients if α0 = 0.
+
+    ``nodes``: how many nodes of a batch run their streams in one pass. A larger batch is recomputed
+    segment by segment in the backward pass. ``place [V]``: the row of each token in the streams'
+    head; IGNORE outside the draft vocabulary.
     """
 
     place: Tensor
@@ -49,9 +52,7 @@ class StreamingLoss(nn.Module):
         if model.streams is not None and model.streams.config.draft_vocabulary:
             ids = model.streams.draft_ids.to(place.device)
             place.fill_(IGNORE)[ids] = torch.arange(len(ids))
-        self.register_buffer(
-            "place", place, persistent=False
-        )  # token -> its row in the streams' head
+        self.register_buffer("place", place, persistent=False)
 
     def forward(
         self,
@@ -78,48 +79,62 @@ class StreamingLoss(nn.Module):
                 read, final, rows = self.run_main(tokens)
             if self.weights.main:
                 main = self._main_loss(final, tokens, nodes, lengths)
-        sums = main.new_zeros(2, self.model.gamma)
+        streams = main.new_zeros(2, self.model.gamma)
         if self.model.streams is not None and self.weights.stream:
             states, rows = self.run_own(read, rows)
-            segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
-            for part in segments:
-                arguments = (
-                    states,
-                    final if self.weights.soft else None,
-                    part,
-                    tokens,
-                    lengths,
-                    rows,
-                )
-                if len(segments) > 1 and torch.is_grad_enabled():
-                    sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
-                else:
-                    sums = sums + self._segment(*arguments)
-        sums = torch.cat([main.expand(2, 1), sums], dim=1)
+            taught_by = final if self.weights.soft else None
+            streams = self._stream_losses(states, taught_by, nodes, tokens, lengths, rows)
+        sums = torch.cat([main.expand(2, 1), streams], dim=1)
         means = sums / counts.clamp(min=1)
+        weighted = (sums if self.weights.summed else means)[0]
+        plain = means[1].detach()
         alpha = torch.full_like(counts, self.weights.stream)
         alpha[0] = self.weights.main
-        return (alpha * (sums if self.weights.summed else means)[0]).sum(), means[1].detach()
+        return (alpha * weighted).sum(), plain
+
+    def _stream_losses(
+        self,
+        states: Tensor,
+        final: Tensor | None,
+        nodes: Tensor,
+        tokens: Tensor,
+        lengths: Tensor,
+        rows: Past,
+    ) -> Tensor:
+        """``_segment`` over all nodes, a part of them at a time."""
+        sums = states.new_zeros(2, self.model.gamma, dtype=torch.float32)
+        segments = torch.split(nodes, max(1, self.nodes // len(nodes)), dim=1)
+        for part in segments:
+            arguments = (states, final, part, tokens, lengths, rows)
+            if len(segments) > 1 and torch.is_grad_enabled():
+                sums = sums + checkpoint(self._segment, *arguments, use_reentrant=False)
+            else:
+                sums = sums + self._segment(*arguments)
+        return sums
 
     def counts(self, tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Tensor:
-        """How many tokens the main stream and each stream predict in a batch, ``[1 + γ]`` float32."""
+        """How many tokens main rows and each stream predict in a batch, ``[1 + γ]`` float32."""
         nodes = completion_rows(prompts, lengths)
         main = (targets(tokens, nodes, lengths, 1) != IGNORE).sum()[None]
         streams = (self.ahead(tokens, nodes, lengths) != IGNORE).sum((0, 1))
         return torch.cat([main, streams]).float()
 
     def ahead(self, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
-        """``[B, n, γ]``: the row of the streams' head that stream j of each node should choose, or
-        IGNORE.
+        """``[B, n, γ]``: the row of the streams' head that each stream of each node should choose.
+
+        IGNORE where there is none.
         """
-        if not (gamma := self.model.gamma):
+        gamma = self.model.gamma
+        if not gamma:
             return tokens.new_zeros(*nodes.shape, 0)
         ahead = torch.stack([targets(tokens, nodes, lengths, j + 2) for j in range(gamma)], dim=-1)
         return torch.where(ahead == IGNORE, IGNORE, self.place[ahead.clamp(min=0)])
 
     def run_main(self, tokens: Tensor) -> tuple[Tensor, Tensor, Rows]:
-        """Main rows of whole sequences ``tokens [B, S]``: what drafts read of them ``[B, S, n D]``
-        (n is 1 but for own layers), final states ``[B, S, D]``, and the new rows of the MSA layers.
+        """The main rows of whole sequences ``tokens [B, S]``.
+
+        Returns what drafts read of them, ``[B, S, n D]`` (n is 1 but for own layers), final states
+        ``[B, S, D]``, and the new rows of the MSA layers.
         """
         model = self.model
         positions, masks = self._causal(tokens)
@@ -127,33 +142,33 @@ class StreamingLoss(nn.Module):
         h, read, _ = model.run_main_layers(h, positions, masks, [])
         if model.own is not None:
             return read, h, []
-        return read, *model.run_top_layers(h, read, positions, masks, [])
+        final, rows = model.run_top_layers(h, read, positions, masks, [])
+        return read, final, rows
 
     def run_own(self, read: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
-        """What drafts start from, ``[B, S, D]``, and the rows that they see, of the first and third
-        result of ``run_main``.
+        """What drafts start from, ``[B, S, D]``, and the rows that they see.
 
-        Own layers, which are trained, run here.
+        ``read``, ``rows``: as ``run_main`` gives them. Own layers, which are trained, run here.
         """
         states = self.model.states(read)
         if self.model.own is not None:
-            _, rows = self.model.run_top_layers(states, states, *self._causal(read), [])
+            positions, masks = self._causal(read)
+            _, rows = self.model.run_top_layers(states, states, positions, masks, [])
         return states, rows
 
     def _causal(self, rows: Tensor) -> tuple[Tensor, Masks]:
         """Positions ``[1, S]`` of whole sequences ``[B, S, ..]``, and their masks."""
         positions = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
-        return positions[None], self.model.backbone.masks(
-            lambda window: causal(positions, window)[None, None]
-        )
+        masks = self.model.backbone.masks(lambda window: causal(positions, window)[None, None])
+        return positions[None], masks
 
     def _main_loss(self, final: Tensor, tokens: Tensor, nodes: Tensor, lengths: Tensor) -> Tensor:
+        """The summed loss of the main stream at ``nodes [B, n]``."""
         rows = final.gather(1, nodes.clamp(min=0)[..., None].expand(-1, -1, final.shape[-1]))
         wanted = targets(tokens, nodes, lengths, 1)
         keep = wanted != IGNORE
-        return cross_entropy(
-            self.model.backbone.head(rows[keep]).float(), wanted[keep], reduction="sum"
-        )
+        logits = self.model.backbone.head(rows[keep]).float()
+        return cross_entropy(logits, wanted[keep], reduction="sum")
 
     def _segment(
         self,
@@ -164,8 +179,10 @@ class StreamingLoss(nn.Module):
         lengths: Tensor,
         rows: Past,
     ) -> Tensor:
-        """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]`` (row numbers, -1: none):
-        weighted, and plain.
+        """Summed losses ``[2, γ]`` of the streams of ``nodes [B, n]``: weighted, and plain.
+
+        A node is a row number; -1 is none. ``final``: final states of main rows, if streams learn
+        from them.
         """
         gamma = self.model.gamma
         s = self.run_streams(states, nodes, tokens, rows)
@@ -184,18 +201,19 @@ class StreamingLoss(nn.Module):
 
     @torch.no_grad()
     def _taught(self, final: Tensor, nodes: Tensor, keep: Tensor) -> Tensor:
-        """The model's own probabilities ``[kept, n]`` of what streams choose among, where those to
-        ``keep`` guess.
+        """The model's own probabilities ``[kept, n]`` of the n tokens that streams choose among.
+
+        They are those of the main rows at the positions of the guesses to ``keep``.
         """
         at = stream_positions(nodes.clamp(min=0), self.model.gamma)[keep]
         row = torch.arange(len(keep), device=keep.device)[:, None].expand(keep.shape)[keep]
-        return torch.softmax(
-            self.model.draft_logits(self.model.backbone.finish(final[row, at])).float(), -1
-        )
+        finished = self.model.backbone.finish(final[row, at])
+        return torch.softmax(self.model.draft_logits(finished).float(), -1)
 
     def _reach(self, each: Tensor, keep: Tensor) -> Tensor:
-        """How likely all streams before a guess are right, ``[B, n * γ]``; ``each``: losses of
-        guesses to ``keep``.
+        """How likely all streams before a guess are right, ``[B, n * γ]``.
+
+        ``each``: losses of the guesses to ``keep``.
         """
         right = each.new_zeros(keep.shape).masked_scatter(keep, torch.exp(-each.detach()))
         before = right.reshape(len(right), -1, self.model.gamma).roll(1, dims=-1)
@@ -203,8 +221,9 @@ class StreamingLoss(nn.Module):
         return before.cumprod(-1).flatten(1)
 
     def _finished(self, s: Tensor, keep: Tensor, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """What the head reads ``[kept, W]`` of streams to ``keep``, each after the token before the
-        guessed one.
+        """What the head reads ``[kept, W]`` of the streams to ``keep``.
+
+        With ``follow`` each sees the token before the one that it guesses.
         """
         model = self.model
         finished = model.finish(s[keep])
@@ -215,8 +234,9 @@ class StreamingLoss(nn.Module):
         return model.streams.after(finished, before[keep])
 
     def run_streams(self, states: Tensor, nodes: Tensor, tokens: Tensor, rows: Past) -> Tensor:
-        """Final hidden states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in sequences
-        ``tokens [B, S]``.
+        """Final states ``[B, n * γ, D]`` of the streams of ``nodes [B, n]`` in ``tokens [B, S]``.
+
+        ``states``, ``rows``: see ``run_own``.
         """
         model = self.model
         at = nodes.clamp(min=0)
@@ -236,15 +256,14 @@ class StreamingLoss(nn.Module):
         """``run_streams`` of own layers, where every draft follows the right tokens."""
         model = self.model
         found = list[Tensor]()
-        own = additive(own_streams(at.shape[1], 1, at.device), model.backbone.mask_value).expand(
-            len(at), 1, -1, -1
-        )
+        own = additive(own_streams(at.shape[1], 1, at.device), model.backbone.mask_value)
+        own = own.expand(len(at), 1, -1, -1)
         masks = self._visible(at, tokens.shape[1], 1)
         for j in range(model.gamma):
             at = at + 1
             token = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
             ahead = at.to(torch.int32)
-            masks = {w: torch.cat([mask, own], dim=3) for w, mask in masks.items()}
+            masks = {window: torch.cat([mask, own], dim=3) for window, mask in masks.items()}
             start = model.draft_start(h, token, ahead, j)
             rope = model.backbone.rope(ahead)
             with attending_by_node(model, 1):
@@ -255,8 +274,9 @@ class StreamingLoss(nn.Module):
         return torch.stack(found, dim=2).flatten(1, 2)
 
     def _visible(self, at: Tensor, width: int, gamma: int) -> Masks:
-        """Masks by window: γ streams of the node in row i see the rows 0..i in the window of their
-        position.
+        """Masks of the γ streams of nodes in rows ``at [B, n]`` over ``width`` main rows.
+
+        They see the rows up to the node that lie in the window of their own position.
         """
         row = torch.arange(width, device=at.device)
         node = at.repeat_interleave(gamma, dim=1)[..., None]
@@ -264,14 +284,17 @@ class StreamingLoss(nn.Module):
 
         def visible(window: int | None) -> Tensor:
             seen = row <= node
-            return (seen if window is None else seen & (position - row < window))[:, None]
+            if window is not None:
+                seen = seen & (position - row < window)
+            return seen[:, None]
 
         return self.model.backbone.masks(visible)
 
 
 def completion_rows(prompts: Tensor, lengths: Tensor) -> Tensor:
-    """``[B, n]`` row numbers from the last prompt token to the last token but one; -1 beyond a
-    shorter sequence.
+    """``[B, n]`` row numbers from the last prompt token to the last token but one.
+
+    They are -1 beyond the end of a shorter sequence.
     """
     first = prompts - 1
     last = lengths - 2
@@ -281,8 +304,9 @@ def completion_rows(prompts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tensor:
-    """The token ``ahead`` places after each node ``[B, n]``; IGNORE beyond the sequence and for
-    node -1.
+    """The token ``ahead`` places after each node ``[B, n]``.
+
+    IGNORE beyond the sequence and for node -1.
     """
     where = nodes + ahead
     inside = (nodes >= 0) & (where < lengths[:, None])
@@ -291,9 +315,10 @@ def targets(tokens: Tensor, nodes: Tensor, lengths: Tensor, ahead: int) -> Tenso
 
 @contextmanager
 def attending_by_node(model: StreamModel, gamma: int) -> Iterator[None]:
-    """In this context rows of streams, ``gamma`` for each node, after one run of main rows cost
-    less work: the default computes every stream's scores against every stream of the batch, and
-    masks all but γ of them.
+    """In this context layers run on the streams of nodes with less work: see ``attend_by_node``.
+
+    The default computes every stream's scores against every stream of the batch, and masks all but
+    γ of them.
     """
     backbone = model.backbone
     before = model.backbone.operators
@@ -305,11 +330,13 @@ def attending_by_node(model: StreamModel, gamma: int) -> Iterator[None]:
 
 
 def attend_by_node(asked: Attending, gamma: int) -> Tensor:
-    """``attend`` for streams, ``[B, n * γ, heads, hd]``: the runs are main rows and, once or more,
-    γ rows of each of n nodes.
+    """``attend`` for the γ streams of each of n nodes, ``[B, n * γ, heads, hd]``.
+
+    The first run is main rows; each other run is γ rows of each node, of which a stream sees those
+    of its own node only.
     """
-    (past_keys, *own_keys) = asked.keys
-    (past_values, *own_values) = asked.values
+    past_keys, *own_keys = asked.keys
+    past_values, *own_values = asked.values
     batch, heads, rows, dim = asked.query.shape
     kv_heads = past_keys.shape[1]
     past = past_keys.shape[2]
@@ -333,17 +360,15 @@ def attend_by_node(asked: Attending, gamma: int) -> Tensor:
     scores = torch.cat([seen, *own], dim=-1).reshape(batch, kv_heads, groups, rows, every)
     if asked.softcap is not None:
         scores = torch.tanh(scores / asked.softcap) * asked.softcap
-    first = [
-        asked.mask[:, :, :gamma, at : at + gamma] for at in range(past, asked.mask.shape[-1], rows)
-    ]
-    block = torch.cat(first, dim=-1).repeat(1, 1, nodes, 1)  # the same for every node
+    starts = range(past, asked.mask.shape[-1], rows)
+    of_first_node = [asked.mask[:, :, :gamma, at : at + gamma] for at in starts]
+    block = torch.cat(of_first_node, dim=-1).repeat(1, 1, nodes, 1)  # the same for every node
     mask = torch.cat([asked.mask[..., :past], block], dim=-1)
     weights = torch.softmax(scores + mask[:, :, None], dim=-1).to(q.dtype)
     weights = weights.reshape(batch, kv_heads, groups * rows, every)
     out = torch.matmul(weights[..., :past], past_values)
-    for mine, values in zip(
-        torch.split(weights[..., past:], gamma, dim=-1), own_values, strict=True
-    ):
-        mine = mine.reshape(batch, kv_heads * groups, rows, gamma)
-        out = out + by_row(torch.matmul(by_node(mine), by_node(values)))
+    own_weights = torch.split(weights[..., past:], gamma, dim=-1)
+    for part, values in zip(own_weights, own_values, strict=True):
+        part = part.reshape(batch, kv_heads * groups, rows, gamma)
+        out = out + by_row(torch.matmul(by_node(part), by_node(values)))
     return out.reshape(asked.query.shape).transpose(1, 2)

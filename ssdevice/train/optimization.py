@@ -1,6 +1,4 @@
-"""The steps of a training run: gradients over a batch, AdamW with a linear schedule, a checkpoint
-now and then.
-"""
+"""The steps of a training run: gradients of a batch, AdamW with a linear schedule, checkpoints."""
 
 import math
 import time
@@ -31,10 +29,10 @@ History = list[list[float]]
 
 
 class MainRows:
-    """Main rows of a frozen base, kept between epochs because they never change: by sample in CPU
-    memory, up to ``limit`` bytes.
+    """Main rows of a frozen base, kept between epochs because they never change.
 
-    What does not fit is recomputed each time.
+    They are kept by sample in CPU memory, up to ``limit`` bytes; what does not fit is recomputed
+    each time.
     """
 
     def __init__(self, loss: StreamingLoss, limit: int) -> None:
@@ -47,30 +45,33 @@ class MainRows:
         """The main rows of ``batch``, which is ``samples`` collated."""
         if not all(sample in self.kept for sample in samples):
             middle, final, rows = self.loss.run_main(batch.tokens)
-            self._keep(
-                samples,
-                [middle, *([final] if self.loss.weights.soft else ()), *chain.from_iterable(rows)],
-            )
+            parts = [middle]
+            if self.loss.weights.soft:
+                parts.append(final)
+            parts += chain.from_iterable(rows)
+            self._keep(samples, parts)
             return middle, final, rows
         width = batch.tokens.shape[1]
-        middle, *flat = (
+        by_sample = [self.kept[sample] for sample in samples]
+        stacked = list[Tensor]()
+        for parts_of_samples in zip(*by_sample, strict=True):
             # Rows beyond a sample's length are always masked.
-            torch.stack([pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts]).to(
-                batch.tokens.device
-            )
-            for parts in zip(*(self.kept[sample] for sample in samples), strict=True)
-        )
-        kept = flat.pop(0) if self.loss.weights.soft else None
-        return middle, kept, list(zip(flat[::2], flat[1::2], strict=True))
+            padded = [pad(part, (0, 0, 0, width - part.shape[-2])) for part in parts_of_samples]
+            stacked.append(torch.stack(padded).to(batch.tokens.device))
+        middle = stacked.pop(0)
+        kept_final = stacked.pop(0) if self.loss.weights.soft else None
+        keys = stacked[0::2]
+        values = stacked[1::2]
+        return middle, kept_final, list(zip(keys, values, strict=True))
 
     def _keep(self, samples: Sequence[Sample], parts: Sequence[Tensor]) -> None:
         """Keep the rows of each sample in ``parts``, all ``[B, .., S, n]``."""
         for i, sample in enumerate(samples):
-            mine = [part[i, ..., : len(sample.ids), :] for part in parts]
-            size = sum(part.numel() * part.element_size() for part in mine)
+            own = [part[i, ..., : len(sample.ids), :] for part in parts]
+            size = sum(part.numel() * part.element_size() for part in own)
             if sample not in self.kept and size <= self.left:
                 self.left -= size
-                self.kept[sample] = [part.to("cpu", copy=True) for part in mine]
+                self.kept[sample] = [part.to("cpu", copy=True) for part in own]
 
 
 def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> History:
@@ -83,9 +84,11 @@ def optimize(job: Job, loss: StreamingLoss, order: BatchOrder, fresh: bool) -> H
     steps = options.steps or EPOCHS * order.per_epoch
     run = Run(loss, options, steps)
     run.resume(options.out)
-    # An accelerator computes them sooner than it fetches them.
-    keeps = options.frozen and place.device.type == "cpu"
-    kept = MainRows(loss, psutil.virtual_memory().available // (2 * place.world)) if keeps else None
+    kept: MainRows | None = None
+    # An accelerator computes main rows sooner than it fetches them.
+    if options.frozen and place.device.type == "cpu":
+        limit = psutil.virtual_memory().available // (2 * place.world)
+        kept = MainRows(loss, limit)
     if fresh and not run.step:
         _fit_start(job, loss, order, kept)
     parallel = place.parallel(loss)
@@ -118,16 +121,21 @@ class Run:
             raise InputError("nothing to train: the LoRA rank is 0 and there are no streams")
         self.optimizer = torch.optim.AdamW(self.learned.values(), lr=options.lr, weight_decay=0.0)
         warmup = min(WARMUP, steps // 10)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer,
-            lambda i: min((i + 1) / (warmup + 1), max(0.0, (steps - i) / max(1, steps - warmup))),
-        )
+
+        def share_of_lr(step: int) -> float:
+            rising = (step + 1) / (warmup + 1)
+            falling = (steps - step) / max(1, steps - warmup)
+            return min(rising, max(0.0, falling))
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, share_of_lr)
         self.step = 0
         self.history = History()
         self._whole = False  # whether the state is that after a step, and not saved yet
 
     def resume(self, folder: Path) -> None:
-        if (found := checkpoint.load(folder)) is None:
+        """Continue from the checkpoint in ``folder``, if there is one."""
+        found = checkpoint.load(folder)
+        if found is None:
             return
         self.loss.load_state_dict(found["weights"], strict=False)
         self.optimizer.load_state_dict(found["optimizer"])
@@ -153,21 +161,23 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, unless a step was interrupted or nothing is new."""
-        if self._whole:
-            weights = {name: p.detach().cpu() for name, p in self.learned.items()}
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.schedule.state_dict(),
-            }
-            checkpoint.save(
-                folder, {"step": self.step, "weights": weights, "history": self.history, **state}
-            )
-            self._whole = False
+        if not self._whole:
+            return
+        state = {
+            "step": self.step,
+            "weights": {name: p.detach().cpu() for name, p in self.learned.items()},
+            "history": self.history,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.schedule.state_dict(),
+        }
+        checkpoint.save(folder, state)
+        self._whole = False
 
 
 def _fit_start(job: Job, loss: StreamingLoss, order: BatchOrder, kept: MainRows | None) -> None:
     """Fit where streams start to the first batches of the run. All processes compute the same."""
-    if (streams := loss.model.streams) is None or streams.token is None:
+    streams = loss.model.streams
+    if streams is None or streams.token is None:
         return
     moments = Moments(loss.model)
     epoch = order.from_position(0)
@@ -175,23 +185,18 @@ def _fit_start(job: Job, loss: StreamingLoss, order: BatchOrder, kept: MainRows 
         for samples in pieces(next(epoch), loss.nodes):
             batch = _collated(job, samples)
             with job.place.autocast(), torch.no_grad():
-                middle = (
-                    kept.of(samples, batch)[0]
-                    if kept is not None
-                    else loss.run_main(batch.tokens)[0]
-                )
+                if kept is not None:
+                    middle, _, _ = kept.of(samples, batch)
+                else:
+                    middle, _, _ = loss.run_main(batch.tokens)
             moments.add(batch, middle)
         job.report("start", min(moments.nodes, moments.wanted), moments.wanted, "")
         if moments.nodes >= moments.wanted:
             break
     if moments.nodes:
         explained = moments.fit()
-        job.report(
-            "start",
-            1,
-            1,
-            f"a linear guess explains {explained:.0%} of the rows that streams stand for",
-        )
+        note = f"a linear guess explains {explained:.0%} of the rows that streams stand for"
+        job.report("start", 1, 1, note)
 
 
 def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
@@ -202,11 +207,10 @@ def _collated(job: Job, samples: Sequence[Sample]) -> Batch:
 def _backward(
     job: Job, loss: StreamingLoss, parallel: nn.Module, group: list[Sample], kept: MainRows | None
 ) -> Tensor:
-    """Accumulate the gradients of one step over ``group``; returns this process's part of the
-    losses.
+    """Accumulate the gradients of one step over ``group``.
 
-    Losses are means over all processes, each of which has a share of the group: n processes compute
-    what one with n times the batch does.
+    Returns this process's part of the losses, which are means over all processes. Each has a share
+    of the group: n processes compute what one with n times the batch does.
     """
     place = job.place
     counts = loss.counts(*_collated(job, group))

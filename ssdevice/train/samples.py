@@ -27,9 +27,10 @@ from ssdevice.train.job import Job
 from ssdevice.train.options import ANSWER_TOKENS, UNFINISHED
 
 FILE = "self_prompts.jsonl"
-# of prompts
 TEMPERATURE = 0.8
+"""Of the prompts that the model writes."""
 TOP_P = 0.95
+"""The same."""
 PROMPT_TOKENS = 160
 """Longer user turns are dropped: they rarely end at all."""
 ATTEMPTS = 4
@@ -44,61 +45,66 @@ Key = TypeVar("Key", bound=int | tuple[int, ...])
 def read_samples(
     job: Job, hf: Any, init: AdapterFolder | None, examples: list[Example]
 ) -> list[Sample]:
-    """The samples: completions of the data or the model's own, to prompts of the data or the
-    model's own.
+    """The samples of a run: prompts and completions, each of the data or the model's own.
 
     The model that answers is ``hf``, in shared mode with the LoRA of ``init`` if it has one.
     """
     options = job.options
-    place = job.place
-    tokenizer = job.tokenizer
-    own = options.self_prompt
-    teacher = None
-    if options.self_distill or own is not None:
-        lora = (
-            init.folder
-            if init is not None and init.has_lora and options.streams.mode is Mode.SHARED
-            else None
-        )
-        answering = merge_lora(loading.load_hf(job.folder), lora) if lora is not None else hf
-        teacher = loading.build(answering, None, options.max_length).backbone.to(place.device)
-    if own is not None:
-        assert teacher is not None
-        half = options.max_length // 2
-        prompts = self_prompts(job, teacher, own)
-        prompts = [
-            p
-            for p in prompts
-            if len(tokenizer.prompt_ids(p, instruction=options.instruction)) <= half
-        ]
-        examples = [Example(prompt, " ") for prompt in prompts]
-    samples, dropped = tokenize(examples, tokenizer, options.instruction, options.max_length)
-    if dropped:
-        job.report(
-            "data",
-            len(samples),
-            len(examples),
-            f"{dropped} longer than {options.max_length} tokens left out",
-        )
-    if len(samples) < place.world:
-        raise InputError(f"{len(samples)} examples are too few for {place.world} processes")
-    if teacher is None:
-        return samples
-    in_data = ANSWER_TOKENS if own is not None else max(len(s.ids) - s.prompt for s in samples)
-    longest = options.answer_tokens or in_data
-    most = [max(1, min(longest, options.max_length - sample.prompt)) for sample in samples]
-    samples = own_completions(job, teacher, samples, most, "distill")
-    if own is not None and place.main:
+    if options.self_prompt is None and not options.self_distill:
+        return _tokenized(job, examples)
+    teacher = _teacher(job, hf, init)
+    if options.self_prompt is None:
+        samples = _tokenized(job, examples)
+        longest = max(len(sample.ids) - sample.prompt for sample in samples)
+        return _answered(job, teacher, samples, longest)
+    half = options.max_length // 2
+    prompts = list[str]()
+    for prompt in self_prompts(job, teacher, options.self_prompt):
+        if len(job.tokenizer.prompt_ids(prompt, instruction=options.instruction)) <= half:
+            prompts.append(prompt)
+    samples = _tokenized(job, [Example(prompt, " ") for prompt in prompts])
+    samples = _answered(job, teacher, samples, ANSWER_TOKENS)
+    if job.place.main:
         write_rows(job, prompts, samples)
     return samples
+
+
+def _teacher(job: Job, hf: Any, init: AdapterFolder | None) -> Backbone:
+    """The model whose answers are learned, see ``read_samples``."""
+    answering = hf
+    if init is not None and init.has_lora and job.options.streams.mode is Mode.SHARED:
+        answering = merge_lora(loading.load_hf(job.folder), init.folder)
+    model = loading.build(answering, None, job.options.max_length)
+    return model.backbone.to(job.place.device)
+
+
+def _tokenized(job: Job, examples: list[Example]) -> list[Sample]:
+    """The examples that are short enough; raises InputError if they are too few."""
+    options = job.options
+    samples, dropped = tokenize(examples, job.tokenizer, options.instruction, options.max_length)
+    if dropped:
+        note = f"{dropped} longer than {options.max_length} tokens left out"
+        job.report("data", len(samples), len(examples), note)
+    if len(samples) < job.place.world:
+        raise InputError(f"{len(samples)} examples are too few for {job.place.world} processes")
+    return samples
+
+
+def _answered(job: Job, teacher: Backbone, samples: list[Sample], longest: int) -> list[Sample]:
+    """The samples with the teacher's answers, of ``longest`` tokens if no option says otherwise."""
+    options = job.options
+    longest = options.answer_tokens or longest
+    most = [max(1, min(longest, options.max_length - sample.prompt)) for sample in samples]
+    return own_completions(job, teacher, samples, most, "distill")
 
 
 def self_prompts(job: Job, backbone: Backbone, wanted: int) -> list[str]:
     """``wanted`` distinct prompts, each sampled as a user's turn after the app's instruction.
 
-    They depend only on the options and the seed. Raises ConfigError for a chat template that does
-    not end a user's turn with a special token, InputError if the model repeats itself or never ends
-    its turns.
+    They depend only on the options and the seed.
+
+    Raises ConfigError for a chat template that does not end a user's turn with a special token,
+    InputError if the model repeats itself or never ends its turns.
     """
     tokenizer = job.tokenizer
     opening, end = tokenizer.user_opening(job.options.instruction)
@@ -111,23 +117,25 @@ def self_prompts(job: Job, backbone: Backbone, wanted: int) -> list[str]:
         return Decoding(backbone, [opening] * len(keys), stop, most, choose, names=keys)
 
     attempts = 0
+    prompts = list[str]()
     while True:
-        found = written(job, range(attempts), write, "prompts") if attempts else {}
-        whole = [
-            ids
-            for ids in map(found.__getitem__, range(attempts))
-            if ids[-1] == end and not special & set(ids)
-        ]
-        prompts = distinct(tokenizer.decode(ids[:-1]) for ids in whole)
+        # The size of a round is fixed, so that a resumed run makes the same attempts.
+        attempts += wanted - len(prompts) + 16
+        found = written(job, range(attempts), write, "prompts")
+        texts = list[str]()
+        for attempt in range(attempts):
+            ids = found[attempt]
+            whole = ids[-1] == end and not special & set(ids)
+            if whole:
+                texts.append(tokenizer.decode(ids[:-1]))
+        prompts = distinct(texts)
         if len(prompts) >= wanted:
             return prompts[:wanted]
         if attempts >= ATTEMPTS * wanted + 64:
-            what = f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and complete"
             raise InputError(
-                f"{what}: ask for fewer with --self-prompt, or give --data with --self-distill"
+                f"of {attempts} prompts that the model wrote, {len(prompts)} are distinct and "
+                "complete: ask for fewer with --self-prompt, or give --data with --self-distill"
             )
-        # The size of a round is fixed, so that a resumed run makes the same attempts.
-        attempts += wanted - len(prompts) + 16
 
 
 def distinct(texts: Iterable[str]) -> list[str]:
@@ -136,54 +144,48 @@ def distinct(texts: Iterable[str]) -> list[str]:
     for text in texts:
         text = text.strip()
         words = re.findall(r"\w+", text.casefold())
-        if (
-            len(words) < LEAST_WORDS
-            or len(set(words)) < LEAST_VARIETY * len(words)
-            or "\ufffd" in text
-        ):
-            continue
-        kept.setdefault(" ".join(words), text)
+        repeats_itself = len(set(words)) < LEAST_VARIETY * len(words)
+        is_damaged = "\ufffd" in text
+        if len(words) >= LEAST_WORDS and not repeats_itself and not is_damaged:
+            kept.setdefault(" ".join(words), text)
     return list(kept.values())
 
 
 def write_rows(job: Job, prompts: Sequence[str], samples: Sequence[Sample]) -> None:
-    """Write prompts and answers to the output folder, as JSON Lines for ``--data``; empty answers
-    are left out.
+    """Write prompts and answers to the output folder, as JSON Lines for ``--data``.
+
+    Empty answers are left out.
     """
     with (job.options.out / FILE).open("w", encoding="utf-8") as file:
         for prompt, sample in zip(prompts, samples, strict=True):
             answer = job.tokenizer.decode(sample.ids[sample.prompt :])
             if answer.strip():
-                file.write(
-                    json.dumps({"prompt": prompt, "completion": answer}, ensure_ascii=False) + "\n"
-                )
+                row = {"prompt": prompt, "completion": answer}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def own_completions(
     job: Job, backbone: Backbone, samples: Sequence[Sample], most: Sequence[int], stage: str
 ) -> list[Sample]:
-    """Samples with their completions replaced by the model's greedy ones of at most ``most[i]``
-    tokens each.
+    """The samples' prompts with the model's greedy completions of at most ``most[i]`` tokens.
 
     A prompt that occurs twice is answered once. ``stage``: see ``written``.
     """
     prompts = [sample.ids[: sample.prompt] for sample in samples]
     room = dict(zip(prompts, most, strict=True))
     stop = set(job.tokenizer.stop_ids)
-    found = written(
-        job,
-        prompts,
-        lambda keys: Decoding(backbone, keys, stop, [room[ids] for ids in keys]),
-        stage,
-    )
+
+    def write(keys: Sequence[tuple[int, ...]]) -> Decoding:
+        return Decoding(backbone, keys, stop, [room[ids] for ids in keys])
+
+    found = written(job, prompts, write, stage)
     return [Sample((*prompt, *found[prompt]), len(prompt)) for prompt in prompts]
 
 
 def written(
     job: Job, keys: Sequence[Key], write: Callable[[Sequence[Key]], Decoding], stage: str
 ) -> dict[Key, list[int]]:
-    """The ids for every key, from the stores of ``stage`` if they have them, otherwise from
-    ``write``.
+    """The ids for every key: from the stores of ``stage``, or else from ``write``.
 
     Each process appends its share, line by line, to a store of its own, and all processes read all
     stores. The next run, with any number of processes, uses whatever a kill has left.
@@ -192,12 +194,11 @@ def written(
     folder = job.options.out / UNFINISHED
     done = _read(folder, stage)
     place.wait()  # nobody writes before all have read
-    if missing := place.share([key for key in dict.fromkeys(keys) if key not in done]):
+    missing = place.share([key for key in dict.fromkeys(keys) if key not in done])
+    if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        with (
-            place.autocast(),
-            (folder / f"{stage}.{place.rank}.jsonl").open("a", encoding="utf-8") as out,
-        ):
+        store = folder / f"{stage}.{place.rank}.jsonl"
+        with place.autocast(), store.open("a", encoding="utf-8") as out:
             out.write("\n")  # ends a line that a kill cut short
             for count, (i, ids) in enumerate(write(missing), 1):
                 out.write(_line(missing[i], ids))
@@ -208,22 +209,25 @@ def written(
 
 
 def _line(key: int | tuple[int, ...], ids: list[int]) -> str:
-    row = {"of": key, "ids": ids}
-    return json.dumps({**row, "crc32": zlib.crc32(json.dumps(row).encode())}) + "\n"
+    """A line of a store, with a checksum of what it says."""
+    row: dict[str, Any] = {"of": key, "ids": ids}
+    row["crc32"] = zlib.crc32(json.dumps(row).encode())
+    return json.dumps(row) + "\n"
 
 
 def _read(folder: Path, stage: str) -> dict[Any, list[int]]:
-    """The stored ids by key, without lines that a kill cut short or a disk has changed: these are
-    written again.
+    """The stored ids by key, without lines that a kill cut short or a disk has changed.
+
+    What these said is written again.
     """
     found: dict[Any, list[int]] = {}
-    stores = sorted(folder.glob(f"{stage}.*.jsonl"))
-    for line in (line for store in stores for line in store.read_bytes().splitlines(keepends=True)):
-        try:
-            row = json.loads(line)
-            key = tuple(row["of"]) if isinstance(row["of"], list) else row["of"]
-            if _line(key, row["ids"]).encode() == line:
-                found[key] = row["ids"]
-        except (ValueError, KeyError, TypeError):
-            continue
+    for store in sorted(folder.glob(f"{stage}.*.jsonl")):
+        for line in store.read_bytes().splitlines(keepends=True):
+            try:
+                row = json.loads(line)
+                key = tuple(row["of"]) if isinstance(row["of"], list) else row["of"]
+                if _line(key, row["ids"]).encode() == line:
+                    found[key] = row["ids"]
+            except (ValueError, KeyError, TypeError):
+                continue
     return found

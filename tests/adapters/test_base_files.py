@@ -1,4 +1,4 @@
-"""The weights of a folder are the files that transformers loads; others beside them do not matter."""
+"""The weights of a folder are the files that transformers loads; others do not matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of a bundle in float16 and int8: what is stored comes back, as near as the form allows."""
+"""Adapters in float16 and int8: what is stored comes back, as near as the form allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts in other languages and the experiments behind the documentation are tested by `make wide`."""
+"""Hosts in other languages are tested by `make wide`."""
 
 from __future__ import annotations
 

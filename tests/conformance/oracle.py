@@ -24,7 +24,7 @@ Drafts = list[list[int]]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a target's step gave: ``tokens`` (A of them, ``count`` valid) and the next ``drafts``."""
+    """What a target's step gave: A ``tokens``, ``count`` of them valid, and next ``drafts``."""
 
     tokens: list[int]
     count: int
@@ -134,11 +134,13 @@ def force_everywhere(
     """Drafts in which every candidate is right: many nodes tie, and the lowest of the deepest must
     win.
     """
-    known = len(continuation)
-    return [
-        [continuation[j] if j < known else rng.randrange(vocab) for _ in range(k)]
-        for j in range(gamma)
-    ]
+    drafts = []
+    for j in range(gamma):
+        if j < len(continuation):
+            drafts.append([continuation[j]] * k)
+        else:
+            drafts.append([rng.randrange(vocab) for _ in range(k)])
+    return drafts
 
 
 def _other(token: int | None, vocab: int, rng: random.Random) -> int:

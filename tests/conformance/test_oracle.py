@@ -50,7 +50,10 @@ class TableDriver:
     def draft(self, seen: Sequence[int]) -> Drafts:
         """Some function of what is committed and visible."""
         at = self.predict(seen)
-        return [[(at + 7 * j + 3 * r) % VOCAB for r in range(self.k)] for j in range(self.gamma)]
+        drafts = []
+        for stream in range(self.gamma):
+            drafts.append([(at + 7 * stream + 3 * rank) % VOCAB for rank in range(self.k)])
+        return drafts
 
     def write(self, tokens: Sequence[int], length: int) -> None:
         assert length + len(tokens) <= len(self.cache)
@@ -188,9 +191,10 @@ class BakesTheOffset(TableDriver):
 class DraftsFromRejectedRows(TableDriver):
     def step(self, root: int, drafts: Drafts, length: int) -> StepOutput:
         out = super().step(root, drafts, length)
-        return StepOutput(
-            out.tokens, out.count, [[(t + drafts[0][0]) % VOCAB for t in row] for row in out.drafts]
-        )
+        shifted = []
+        for row in out.drafts:
+            shifted.append([(token + drafts[0][0]) % VOCAB for token in row])
+        return StepOutput(out.tokens, out.count, shifted)
 
 
 class CountsOneLess(TableDriver):

@@ -76,9 +76,9 @@ def test_a_host_that_chooses_has_room_for_all_nodes_and_gets_what_it_gives(
     for cache in CacheForm:
         specs = functions(g, cache, "float16")
         assert tuple(specs) == present(g, *contract.GREEDY, *contract.CHOOSING)
-        shapes = {
-            name: {t.name: t.shape for t in (*s.inputs, *s.outputs)} for name, s in specs.items()
-        }
+        shapes = {}
+        for name, spec in specs.items():
+            shapes[name] = {tensor.name: tensor.shape for tensor in (*spec.inputs, *spec.outputs)}
         for name, nodes in ((contract.VERIFY, g.tree.size), (contract.VERIFY_PLAIN, 1)):
             assert shapes[name][contract.LOGITS] == (nodes, g.vocab)
             assert shapes[name][contract.STATES] == (nodes, hidden)

@@ -39,7 +39,11 @@ def test_missing_extra_says_what_to_install() -> None:
 
 
 def test_a_message_of_another_library_does_not_end_where_it_begins() -> None:
-    details = "Error(s) in loading state_dict for Linear:\n\tsize mismatch for weight: [3] and [4].\n\tmore"
+    details = (
+        "Error(s) in loading state_dict for Linear:\n"
+        "\tsize mismatch for weight: [3] and [4].\n"
+        "\tmore"
+    )
     assert first_line(RuntimeError(details)) == (
         "Error(s) in loading state_dict for Linear: size mismatch for weight: [3] and [4]."
     )

@@ -56,8 +56,9 @@ def test_parent_is_the_longest_proper_prefix(tree: Tree) -> None:
 
 @given(trees)
 def test_ancestors_are_the_nodes_whose_path_is_a_prefix(tree: Tree) -> None:
-    expected = tuple(tuple(is_prefix(other, path) for other in tree.paths) for path in tree.paths)
-    assert tree.ancestors == expected
+    for node, path in enumerate(tree.paths):
+        assert tree.ancestors[node] == tuple(is_prefix(other, path) for other in tree.paths)
+    assert len(tree.ancestors) == tree.size
 
 
 @given(trees)
@@ -81,8 +82,7 @@ def test_sizes(tree: Tree) -> None:
 @given(trees, st.integers(0, 3))
 def test_token_slots_gather_candidate_r_of_stream_d(tree: Tree, spare: int) -> None:
     k = tree.width + spare
-    drafts = [[(stream, rank) for rank in range(k)] for stream in range(1, tree.depth + 1)]
-    flat: list[object] = ["root", *(token for row in drafts for token in row)]
+    flat: list[object] = ["root", *product(range(1, tree.depth + 1), range(k))]
     tokens = [flat[slot] for slot in tree.draft_indices(k)]
     assert tokens == ["root", *((len(path), path[-1]) for path in tree.paths[1:])]
 
@@ -225,22 +225,27 @@ def test_check_against_streams() -> None:
 
 
 def accepted(paths: frozenset[Ranks], observed: dict[Ranks, int]) -> int:
-    """Draft tokens a tree accepts: for each observation the depth of the deepest node on its path."""
-    return sum(
-        times * max(len(path[:d]) for d in range(len(path) + 1) if path[:d] in paths)
-        for path, times in observed.items()
-    )
+    """Draft tokens a tree accepts: for each observation the depth of the last node on its path."""
+    found = 0
+    for path, times in observed.items():
+        found += times * max(d for d in range(len(path) + 1) if path[:d] in paths)
+    return found
 
 
 SMALL = [path for depth in (1, 2, 3) for path in product(range(2), repeat=depth)]
-SUBTREES: dict[int, list[frozenset[Ranks]]] = {
-    size: [
-        frozenset(((), *chosen))
-        for chosen in combinations(SMALL, size - 1)
-        if all(path[:-1] in {(), *chosen} for path in chosen)
-    ]
-    for size in range(1, 6)
-}
+
+
+def subtrees(size: int) -> list[frozenset[Ranks]]:
+    """All trees of so many nodes, in SMALL and the root."""
+    found = []
+    for chosen in combinations(SMALL, size - 1):
+        nodes = frozenset(((), *chosen))
+        if all(path[:-1] in nodes for path in chosen):
+            found.append(nodes)
+    return found
+
+
+SUBTREES = {size: subtrees(size) for size in range(1, 6)}
 
 
 @given(st.dictionaries(st.sampled_from(SMALL), st.integers(0, 9), max_size=6), st.integers(1, 5))
@@ -254,10 +259,8 @@ def test_from_counts_accepts_as_much_as_the_best_of_all_trees(
     )
     assert accepted(frozenset(tree.paths), observed) == best
     # No node that nothing was observed at.
-    assert all(
-        any(times and is_prefix(path, seen) for seen, times in observed.items())
-        for path in tree.paths[1:]
-    )
+    for path in tree.paths[1:]:
+        assert any(times and is_prefix(path, seen) for seen, times in observed.items())
 
 
 @given(st.dictionaries(ranks, st.integers(0, 100), max_size=10))

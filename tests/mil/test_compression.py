@@ -121,8 +121,8 @@ def test_functions_of_one_package_share_weights_and_states() -> None:
         together = made.run(PLAIN, inputs, state)
         apart = alone.run(PLAIN, inputs, other)
         assert all(np.array_equal(together[name], apart[name]) for name in apart)
-    weights = [
-        {id(value) for value in made.plan(name).constants.values() if value.nbytes > 4096}
-        for name in FUNCTIONS
-    ]
+    weights = []
+    for name in FUNCTIONS:
+        constants = made.plan(name).constants.values()
+        weights.append({id(value) for value in constants if value.nbytes > 4096})
     assert weights[0] & weights[1] & weights[2]

@@ -231,7 +231,8 @@ def test_reader_and_interpreter_need_no_framework(whole: Path, repository: Path)
     import sys
 
     code = (
-        "import sys; from ssdevice.mil.program import Program; from ssdevice.mil.reader import Package;"
+        "import sys; from ssdevice.mil.program import Program; "
+        "from ssdevice.mil.reader import Package;"
         f"Program(Package.open({str(whole)!r})).plan('main');"
         "print(sorted({'torch', 'coremltools'} & {name.split('.')[0] for name in sys.modules}))"
     )

@@ -187,19 +187,15 @@ class Literal:
         positions = list(range(t + 1))
         sees = [set(range(i + 1)) for i in range(t + 1)]
         taps = [states[round(last * share) - 1] for share in (0.27, 0.63, 1.0)]
-        fuse, embed, scales = (
-            self.streams[f"own.{name}.weight"] for name in ("fuse", "embed", "embed_norm")
-        )
-        read = [
-            fuse
-            @ torch.cat(
-                [
-                    self.scaled(self.streams[f"own.norms.{i}.weight"], tap[r])
-                    for i, tap in enumerate(taps)
-                ]
-            )
-            for r in range(t + 1)
-        ]
+        fuse = self.streams["own.fuse.weight"]
+        embed = self.streams["own.embed.weight"]
+        scales = self.streams["own.embed_norm.weight"]
+        read = []
+        for r in range(t + 1):
+            normed = []
+            for i, tap in enumerate(taps):
+                normed.append(self.scaled(self.streams[f"own.norms.{i}.weight"], tap[r]))
+            read.append(fuse @ torch.cat(normed))
         state = read[t]
         logits = list[Tensor]()
         for j in range(1, self.config.gamma + 1):

@@ -26,7 +26,7 @@ from ssdevice.tree import Tree
 
 @dataclass(frozen=True)
 class Decoded:
-    """Tokens, and how many each step emitted (prefill's token is the first and belongs to no step)."""
+    """Tokens, and how many each step emitted; the first token is prefill's and of no step."""
 
     tokens: list[int]
     steps: list[int] = field(default_factory=list)
@@ -76,7 +76,8 @@ class Reference:
         if cache.length + len(prompt) > self.context:
             left = self.context - cache.length
             raise ContextOverflowError(
-                f"the prompt has {len(prompt)} tokens, but of a context of {self.context} only {left} are left"
+                f"the prompt has {len(prompt)} tokens, "
+                f"but of a context of {self.context} only {left} are left"
             )
         for at in range(0, len(prompt), self.chunk):
             chunk = list(prompt[at : at + self.chunk])

@@ -59,11 +59,11 @@ def write(folder: Path, **options: Any) -> Any:
         ),
         (
             without_a_layer,
-            r"'base_model.model.model.layers.1.mlp.down_proj.lora_A.weight' is missing, and 13 more",
+            r"model.layers.1.mlp.down_proj.lora_A.weight' is missing, and 13 more",
         ),
         (
             with_a_layer_more,
-            r"'base_model.model.model.layers.9.mlp.down_proj.lora_A.weight' is unknown, and 13 more",
+            r"model.layers.9.mlp.down_proj.lora_A.weight' is unknown, and 13 more",
         ),
     ],
 )

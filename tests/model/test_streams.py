@@ -1,4 +1,4 @@
-"""The streams against their equations, which ``Literal`` writes out row by row and without a cache."""
+"""The streams against their equations, which ``Literal`` writes out by row, without a cache."""
 
 from __future__ import annotations
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from tokenizers import Tokenizer, normalizers
 
 from ssdevice.errors import ConfigError
@@ -99,13 +101,17 @@ def places(size: int, **flags: bool) -> dict[str, dict[str, Any]]:
 
 WITH_FLAGS = 5
 """The first places can give flags to a token."""
-CASES = [
-    pytest.param(
-        place, flags, id=f"{place}-{'-'.join(f'{name}={flag:d}' for name, flag in flags.items())}"
-    )
-    for number, place in enumerate(places(0))
-    for flags in (FLAGS if number < WITH_FLAGS else FLAGS[:1])
-]
+
+
+def cases() -> Iterator[ParameterSet]:
+    """A token in every place, with flags where a place can give them."""
+    for number, place in enumerate(places(0)):
+        for flags in FLAGS if number < WITH_FLAGS else FLAGS[:1]:
+            said = "-".join(f"{name}={flag:d}" for name, flag in flags.items())
+            yield pytest.param(place, flags, id=f"{place}-{said}")
+
+
+CASES = list(cases())
 
 
 def assert_as_transformers(

@@ -32,7 +32,10 @@ FAKE = '''
 import os, time
 
 class Counting:
-    """Counts up from the prompt's last token, ``by`` tokens a call; ``wrong``: the place of one that is not right."""
+    """Counts up from the prompt's last token, ``by`` tokens a call.
+
+    ``wrong``: the place of one that is not right.
+    """
 
     version, weights = "fake 1", "int1"
 
@@ -296,7 +299,8 @@ def test_the_builder_leaves_a_whole_folder_or_none(
 ) -> None:
     script = tmp_path / "python"
     script.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nmkdir "$2" && echo {} > "$2/genai_config.json"\n'
+        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n'
+        'mkdir "$2" && echo {} > "$2/genai_config.json"\n'
     )
     script.chmod(0o755)
     monkeypatch.chdir(tmp_path)

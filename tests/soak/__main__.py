@@ -33,7 +33,7 @@ def report(outcome: Outcome, count: int) -> str:
 
 
 def main() -> int:
-    """Export, ask fresh processes, soak; the exit code is 1 if an answer differs or memory grows."""
+    """Export, ask fresh processes, soak; exit code 1 if an answer differs or memory grows."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=10_000)
@@ -68,9 +68,8 @@ def main() -> int:
                 )
 
         outcome = soak(folders, asked, fresh, options.seed, options.count, tell)
-    print(
-        f"seed {options.seed}, {len(set(folders.values()))} bundles: {report(outcome, options.count)}"
-    )
+    bundles = len(set(folders.values()))
+    print(f"seed {options.seed}, {bundles} bundles: {report(outcome, options.count)}")
     if options.json:
         options.json.write_text(json.dumps(vars(outcome)), "utf-8")
     return int(bool(outcome.differences) or outcome.growth_mb > MAX_GROWTH_MB)

@@ -151,7 +151,7 @@ def soak(
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Within this context collections look at what is new alone: what was there before may be much."""
+    """In this context collections look only at what is new: what was there before may be much."""
     gc.collect()
     gc.freeze()
     try:

@@ -39,7 +39,8 @@ AREAS = ("riverside", "city centre")
 PROMPTS = {
     "sql": (
         "CREATE TABLE singer (name, age, country)\nHow many singers are older than 40?",
-        "CREATE TABLE city (name, people, country)\nWhich cities of Österreich have more than 100000 people?",
+        "CREATE TABLE city (name, people, country)\n"
+        "Which cities of Österreich have more than 100000 people?",
         *(
             example.prompt
             for example in read_examples([MODELS / "prompts" / "sql.jsonl"], limit=len(NAMES))

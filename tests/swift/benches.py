@@ -46,7 +46,9 @@ def record() -> dict[str, Any]:
     acceptance = Acceptance()
     modes = {}
     answers = {}
-    texts = [[rng.randrange(5) for _ in range(rng.randint(1, 40))] for _ in range(PROMPTS)]
+    texts = []
+    for _ in range(PROMPTS):
+        texts.append([rng.randrange(5) for _ in range(rng.randint(1, 40))])
     for name in MODES:
         modes[name] = Measured(name)
         for number in range(ROUNDS):

@@ -25,15 +25,13 @@ TABS = 52
 """Pixels: a screen is as wide as that of an iPhone, and as high as its contents need."""
 BODY = 16
 FOOTNOTE = 13
-INK, GREY, BLUE, GREEN, LINE, GROUND, WHITE = (
-    "#000",
-    "#808085",
-    "#007aff",
-    "#34c759",
-    "#d1d1d6",
-    "#f2f2f7",
-    "#fff",
-)
+INK = "#000"
+GREY = "#808085"
+BLUE = "#007aff"
+GREEN = "#34c759"
+LINE = "#d1d1d6"
+GROUND = "#f2f2f7"
+WHITE = "#fff"
 SANS = "-apple-system, system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 EM = {SANS: 0.53, MONO: 0.61}
@@ -41,8 +39,10 @@ EM = {SANS: 0.53, MONO: 0.61}
 not known.
 """
 NOTES = (
-    "Drawn by a program from states that the view models had on Linux. No device ran or drew these screens.",
-    "Speeds, times and memory are those of an interpreter on a busy machine: they say nothing about a device.",
+    "Drawn by a program from states that the view models had on Linux. "
+    "No device ran or drew these screens.",
+    "Speeds, times and memory are those of an interpreter on a busy machine: "
+    "they say nothing about a device.",
 )
 
 
@@ -179,11 +179,10 @@ def _form(state: Mapping[str, Any]) -> Block:
         _section("", [_lines([(Label.MEASURE, BLUE)]), *_status(state, BODY)]),
     ]
     if state["rows"]:
-        numbers = ("tokens_per_second", "tokens_per_step", "first_token_ms")
-        values = [
-            (row["mode"], Label.MODE.format(*(row[name] for name in numbers)))
-            for row in state["rows"]
-        ]
+        values = []
+        for row in state["rows"]:
+            numbers = (row["tokens_per_second"], row["tokens_per_step"], row["first_token_ms"])
+            values.append((row["mode"], Label.MODE.format(*numbers)))
         if state.get("speedup") is not None:
             values.append((Label.SPEEDUP, Label.RATIO.format(state["speedup"])))
         sections.append(_section(Label.MODES, [_labeled(*pair, wide) for pair in values]))
@@ -254,14 +253,18 @@ def _lines(
     for match in _broken("".join(text for text, _ in pieces), width / size / EM[font]):
         spans = ""
         for color, places in groupby(range(*match.span()), colors.__getitem__):
-            spans += f'<tspan fill="{color}">{escape("".join(match.string[at] for at in places))}</tspan>'
+            written = "".join(match.string[at] for at in places)
+            spans += f'<tspan fill="{color}">{escape(written)}</tspan>'
         y = (len(rows) + 0.8) * 1.25 * size
         rows.append(f'<text y="{y:g}" font-size="{size:g}" font-family="{font}">{spans}</text>')
     return Block("\n".join(rows), 1.25 * size * len(rows))
 
 
 def _broken(text: str, columns: float) -> Iterable[re.Match[str]]:
-    """Lines of at most so many characters, broken at spaces if there are any; empty lines are kept."""
+    """Lines of at most so many characters, broken at spaces if there are any.
+
+    Empty lines are kept.
+    """
     most = max(int(columns), 1)
     return re.finditer(rf"[^\n]{{1,{most}}}(?: |$|(?=\n))|[^\n]{{{most}}}|(?<=\n)(?=\n)", text)
 

@@ -44,10 +44,14 @@ SPACES = [
     "\v",
 ]
 WRITTEN = """
-the singer's names we'll don't I'm they've you'd SELECT WHERE Zürich naïve façade Straße ＡＢＣ ﬁne ſtop 'ſ 'S 'LL 'Re
-'vE кириллица Ελληνικά עברית العربية हिन्दी ไทย 日本語 한국어 你好 ქართული ᏣᎳᎩ e\u0301clair ñ n\u0303 👍🏽 🙂
-👩\u200d👩\u200d👧 🇩🇪 ❤️ ½ Ⅷ ² ٣٤٥ १२३ 一二三 12 345 6789 0 3.14 1e-5 x1y2 _id __init__ camelCase HTTPServer -- …
-“quoted” «mots» € ± → ∑ <|end|> <|user|> <|im_start|> <|im_end <tool> <tool>s tooltool </s> \ufeff \u202e \u0000
+the singer's names we'll don't I'm they've you'd SELECT WHERE Zürich naïve façade Straße \
+ＡＢＣ ﬁne ſtop 'ſ 'S 'LL 'Re
+'vE кириллица Ελληνικά עברית العربية हिन्दी ไทย 日本語 한국어 你好 ქართული ᏣᎳᎩ \
+e\u0301clair ñ n\u0303 👍🏽 🙂
+👩\u200d👩\u200d👧 🇩🇪 ❤️ ½ Ⅷ ² ٣٤٥ १२३ 一二三 12 345 6789 0 3.14 1e-5 x1y2 _id \
+__init__ camelCase HTTPServer -- …
+“quoted” «mots» € ± → ∑ <|end|> <|user|> <|im_start|> <|im_end <tool> <tool>s tooltool \
+</s> \ufeff \u202e \u0000
 ' '' 's' 'sam
 """
 WORDS = WRITTEN.split()
@@ -110,7 +114,9 @@ def write(place: Path) -> None:
         ids = [encoding.ids for encoding in tokenizer.encode_batch(every, add_special_tokens=False)]
         rng = Random(1)
         size = tokenizer.get_vocab_size()
-        runs = [[rng.randrange(size + 2) for _ in range(rng.randint(1, 12))] for _ in range(1000)]
+        runs = []
+        for _ in range(1000):
+            runs.append([rng.randrange(size + 2) for _ in range(rng.randint(1, 12))])
         decoded = [
             {"ids": run, "text": tokenizer.decode(run, skip_special_tokens=True)} for run in runs
         ]

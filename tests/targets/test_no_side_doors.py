@@ -1,4 +1,4 @@
-"""A target is two folders and nothing else: the rest of the product names none and asks for none."""
+"""A target is two folders and nothing else: the rest of the product names none, asks for none."""
 
 from __future__ import annotations
 

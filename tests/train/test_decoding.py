@@ -1,4 +1,4 @@
-"""Continuous batches write what transformers writes, prompt by prompt, whatever shares the batch."""
+"""Continuous batches write what transformers writes by prompt, whatever shares the batch."""
 
 from __future__ import annotations
 

@@ -70,10 +70,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs whose completion counts on from the prompt's letter: easy to learn, also four ahead."""
     file = tmp_path_factory.mktemp("data") / "train.jsonl"
     alphabet = "abcdefghijklmnopqrstuvwxyz"
-    rows = [
-        {"prompt": alphabet[i], "completion": " ".join(alphabet[(i + d) % 26] for d in range(1, 9))}
-        for i in range(26)
-    ]
+    rows = []
+    for i in range(26):
+        following = [alphabet[(i + distance) % 26] for distance in range(1, 9)]
+        rows.append({"prompt": alphabet[i], "completion": " ".join(following)})
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return file
 
@@ -154,7 +154,10 @@ def test_killed_run_goes_on_to_the_same_weights(
     options = ("--steps", "60", "--mode", "lossless")
     assert main(command(base, data, tmp_path / "whole", *options)[3:]) == 0
     out = tmp_path / "killed"
-    saving = "from ssdevice import cli; from ssdevice.train import optimization; optimization.CHECKPOINT_SECONDS = 0.0"
+    saving = (
+        "from ssdevice import cli; from ssdevice.train import optimization; "
+        "optimization.CHECKPOINT_SECONDS = 0.0"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", f"{saving}; cli.main()", *command(base, data, out, *options)[3:]],
         stderr=subprocess.DEVNULL,
@@ -348,7 +351,7 @@ def test_a_damaged_checkpoint_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Wherever a byte is another: also in the weights, where torch would read it without complaint."""
+    """Wherever a byte is another: also in the weights, where torch would read it in silence."""
     again = command(base, data, tmp_path / "x", "--steps", "2", "--quiet")[3:]
     with monkeypatch.context() as patched:
         patched.setattr(

@@ -172,10 +172,10 @@ class ChoosingCache(RecordingCache):
         tokens = [int(slots[slot]) for slot in tree.draft_indices(self.geometry.k)[: len(slots)]]
         tokens = tokens[: tree.size if function == VERIFY else 1]
         self.write(tokens)
-        contexts = [
-            [*past, *(tokens[node] for node in dict.fromkeys(tree.path_table[at]))]
-            for at in range(len(tokens))
-        ]
+        contexts = []
+        for at in range(len(tokens)):
+            path = dict.fromkeys(tree.path_table[at])
+            contexts.append([*past, *(tokens[node] for node in path)])
         numbers = [zlib.crc32(np.array(context, np.int64).tobytes()) for context in contexts]
         return {
             LOGITS: np.array(numbers),

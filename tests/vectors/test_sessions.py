@@ -69,13 +69,17 @@ def test_a_stop_within_accepted_drafts_leaves_some_behind(answers: list[dict[str
 def test_prompts_are_prefilled_in_chunks_and_what_they_share_is_not(
     answers: list[dict[str, Any]],
 ) -> None:
-    first = [[call["function"] for call in answer["calls"][:3]] for answer in answers]
+    first = []
+    for answer in answers:
+        first.append([call["function"] for call in answer["calls"][:3]])
     assert [PREFILL] * 3 in first
     assert sum(answer["calls"][0]["inputs"]["length"] > [0] for answer in answers) > 10
 
 
 def test_adaptive_mode_pauses_and_comes_back(answers: list[dict[str, Any]]) -> None:
-    kinds = ["".join(call["function"] for call in answer["calls"]) for answer in answers]
+    kinds = []
+    for answer in answers:
+        kinds.append("".join(call["function"] for call in answer["calls"]))
     assert any(f"{STEP}{PLAIN * SHORT}{STEP}" in kind for kind in kinds)
     assert any(f"{STEP}{PLAIN * (5 * SHORT)}" in kind for kind in kinds)
     assert any(f"{PLAIN * (5 * SHORT)}{STEP}" in kind for kind in kinds)
