@@ -57,7 +57,8 @@ def tokens_of(
     base = LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=stops)
     if spelled is None:
         return base
-    return LLTokenizer(_Spelling(base, stops[0], spelled), n_vocab=vocab, eos_token=stops)
+    spelling: Any = _Spelling(base, stops[0], spelled)
+    return LLTokenizer(spelling, n_vocab=vocab, eos_token=stops)
 
 
 class _Spelling:
