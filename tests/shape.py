@@ -60,13 +60,17 @@ def is_parallel(node: ast.Assign) -> bool:
     return not assigned & read
 
 
-def is_bool(node: ast.expr) -> bool:
-    """Whether an expression can only be true or false."""
-    if isinstance(node, ast.Call):
-        return getattr(node.func, "id", "") in ("bool", "isinstance", "any", "all", "hasattr")
-    return isinstance(node, ast.Compare) or (
-        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-    )
+def is_bool_index(node: ast.Subscript) -> bool:
+    """Whether a sequence is indexed by what is true or false. A comparison that indexes a name may
+    be a mask of an array.
+    """
+    index = node.slice
+    if isinstance(index, ast.Call):
+        return getattr(index.func, "id", "") in ("bool", "isinstance", "any", "all", "hasattr")
+    if isinstance(index, ast.UnaryOp):
+        return isinstance(index.op, ast.Not)
+    displayed = isinstance(node.value, ast.Tuple | ast.List | ast.Constant)
+    return displayed and isinstance(index, ast.Compare)
 
 
 def tricks(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -85,7 +89,7 @@ def tricks(tree: ast.Module) -> Iterator[tuple[int, str]]:
             node.value, (ast.IfExp, ast.BoolOp, *COMPREHENSIONS)
         ):
             yield node.lineno, "an expression as a statement: write the if or the loop"
-        elif isinstance(node, ast.Subscript) and is_bool(node.slice):
+        elif isinstance(node, ast.Subscript) and is_bool_index(node):
             yield node.lineno, "a sequence indexed by a bool"
 
 

@@ -218,7 +218,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _only(neutral: Any) -> Check:
-    """A parameter that has only this value here, which asks for nothing: clients send it unasked."""
+    """A parameter that has only this value here and asks for nothing: clients send it unasked."""
 
     def check(name: str, value: Any) -> None:
         if json.dumps(value) != json.dumps(neutral):

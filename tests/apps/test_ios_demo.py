@@ -104,7 +104,7 @@ def test_the_picture_is_drawn_from_the_states_beside_it(demo: Path) -> None:
 
 
 def test_the_picture_has_the_texts_of_the_views(demo: Path) -> None:
-    """All but what they show only while something runs, to screen readers, on a Mac or as a symbol."""
+    """All but what shows only while something runs, to screen readers, on a Mac or as a symbol."""
     shown = ("ContentView", "BenchmarkView", "DemoApp")
     views = "".join(
         (demo / "Sources" / "Demo" / f"{name}.swift").read_text("utf-8") for name in shown
@@ -130,10 +130,10 @@ def test_text_in_the_picture_is_escaped_and_broken_into_lines(demo: Path) -> Non
     long = {"text": "x" * 100, "accepted": False}
     states["chat"]["exchanges"] = [{"prompt": "</text>", "pieces": [piece, long]}]
     states["chat"] |= {"plain": None, "status": "gone"}
-    drawn = [
-        (text.text or "") + "".join(span.text or "" for span in text)
-        for text in texts(screens.draw(states))
-    ]
+    drawn = []
+    for text in texts(screens.draw(states)):
+        spans = "".join(span.text or "" for span in text)
+        drawn.append((text.text or "") + spans)
     assert {"</text>", 'a < b & "c"  d', screens.Label.NOT_RUN, "gone"} <= set(drawn)
     broken = [line for line in drawn if set(line) == {"x"}]
     assert len(broken) > 1 and sum(map(len, broken)) == 100

@@ -88,7 +88,8 @@ def byte_fallback() -> Tokenizer:
         *"▁abcdefghijklmnopqrstuvwxyz.,",
     ]
     pairs = [("t", "h"), ("th", "e"), ("▁", "a"), ("▁", "the"), ("▁", "▁")]
-    vocab = {piece: i for i, piece in enumerate([*pieces, *(a + b for a, b in pairs)])}
+    pieces += [a + b for a, b in pairs]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,

@@ -104,10 +104,9 @@ def table(answers: Sequence[Json]) -> str:
     arms: dict[str, list[Json]] = {}
     for answer in answers:
         arms.setdefault(answer["arm"], []).append(answer)
-    times = {
-        arm: [each["seconds"] / (len(each["tokens"]) - 1) for each in own]
-        for arm, own in arms.items()
-    }
+    times: dict[str, list[float]] = {}
+    for arm, own in arms.items():
+        times[arm] = [each["seconds"] / (len(each["tokens"]) - 1) for each in own]
     lines = [" | ".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
     for arm, own in arms.items():
         speed = spread([1 / time for time in times[arm]])

@@ -288,16 +288,18 @@ def test_texts_have_the_ids_of_the_python_tokenizer() -> None:
 
 
 def test_broken_characters_spoil_no_others(tmp_path: Path) -> None:
-    """The pieces of a stream, of tokens that end within characters, are what the ids say at once."""
+    """The pieces of a stream whose tokens end within characters are what the ids say at once."""
     broken = Tokenizer.from_file(str(shipped.MODELS / "base-7m" / "tokenizer.json"))
     draw = Random(0)
     parts = [
         broken.encode(text, add_special_tokens=False).ids for text in ("🙂", "é", "\ufffd", "a")
     ]
-    given = [
-        [i for part in draw.choices(parts, k=6) for i in part[: draw.randint(1, 4)]]
-        for _ in range(1000)
-    ]
+    given = []
+    for _ in range(1000):
+        ids = list[int]()
+        for part in draw.choices(parts, k=6):
+            ids += part[: draw.randint(1, 4)]
+        given.append(ids)
     done = host.script(
         "tokenize.mjs", shipped.MODELS / "base-7m" / "tokenizer.json", given=json.dumps(given)
     )
@@ -361,7 +363,7 @@ def test_apps_of_the_shipped_model_answer_as_in_python(app: str) -> None:
 
 
 def lost(app: str, ids: list[int], wanted: list[int], found: list[int]) -> float:
-    """How far the first token that differs is behind the best one, in logits; 0 for equal answers."""
+    """How far the first token that differs is behind the best one, in logits; 0 for equal ones."""
     position, best, other = first_difference(wanted, found)
     if wanted == found:
         return 0.0

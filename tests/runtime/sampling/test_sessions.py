@@ -188,8 +188,13 @@ def test_run_samples(capsys: pytest.CaptureFixture[str]) -> None:
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["tokens"] == found[1]["tokens"] != found[2]["tokens"]
     assert found[0]["logprobs"] == found[1]["logprobs"] and len(found[0]["logprobs"][0]["ids"]) == 2
-    wrong_ones = "--seed 18446744073709551616, --temperature -1, --top-p 0, --logit-bias x, --logit-bias 99999=1"
-    for wrong in map(str.split, wrong_ones.split(",")):
+    for wrong in (
+        ["--seed", "18446744073709551616"],
+        ["--temperature", "-1"],
+        ["--top-p", "0"],
+        ["--logit-bias", "x"],
+        ["--logit-bias", "99999=1"],
+    ):
         assert main([*asked, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

@@ -56,11 +56,11 @@ def test_the_path_is_the_longest_accepted_one(
     tree = Tree.parse(spec)
     logits = (rng.normal(size=(tree.size, SIZE)) * 2).astype(np.float32)
     drafts = rng.integers(0, SIZE, (tree.depth, 3)).astype(np.int32)  # also the same token twice
-    paths = [[int(drafts[depth, rank]) for depth, rank in enumerate(ranks)] for ranks in tree.paths]
-    rows = [
-        [logits[tree.paths.index(ranks[:depth])] for depth in range(len(ranks))]
-        for ranks in tree.paths
-    ]
+    paths = []
+    rows = []
+    for ranks in tree.paths:
+        paths.append([int(drafts[depth, rank]) for depth, rank in enumerate(ranks)])
+        rows.append([logits[tree.paths.index(ranks[:depth])] for depth in range(len(ranks))])
     results = published(paths, rows, temperature, epsilon)
     chooser = Chooser(
         Sampling(temperature=temperature, typical_acceptance=epsilon, logprobs=0), [1], [0], SIZE
