@@ -155,7 +155,7 @@ def choose_place(rng: Random, document: Any) -> Place:
     return rng.choice(found)
 
 
-def mutate(  # noqa: C901: a kind each; in another order seeds would mean other documents
+def mutate(  # noqa: C901  # a kind each; in another order seeds would mean other documents
     rng: Random, document: dict[str, Any], within: Sequence[str] = ()
 ) -> tuple[bytes, str]:
     """The document with one to three values changed, as bytes, and what was done.
