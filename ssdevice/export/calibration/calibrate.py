@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,32 +18,31 @@ from ssdevice.export.calibration.rows import Rows, tokenized
 from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
 from ssdevice.export.exporter import Exporter, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
+from ssdevice.export.weights import Schemes, multiplies, stored
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import low_rank_factors
 from ssdevice.text.tokenizer import Sample
-
-GridOf = Callable[[nn.Linear, bool], Grid | None]
 
 
 @torch.no_grad()
 def calibrate(
-    model: StreamModel, rows: Sequence[Sample], grid_of: GridOf, report: Callable[[int], None]
+    model: StreamModel, rows: Sequence[Sample], schemes: Schemes, report: Callable[[int], None]
 ) -> None:
-    """Give every linear of the layers that has a grid weights on it.
+    """Give every linear of the layers whose scheme has a grid weights on it.
 
-    ``grid_of(linear, factor)``: ``factor`` says whether it is one of a low-rank term. ``report``
-    hears which layer begins. Raises SSDeviceError for rows on which the model computes numbers that
+    ``schemes``: the target's table. ``report`` hears which layer begins. Raises SSDeviceError for rows on which the model computes numbers that
     are not finite.
     """
     passing = Rows(model, rows)
-    factors = low_rank_factors(model)
+    grid_of = {
+        module: one.scheme.grid
+        for one in stored(model, schemes)
+        for module in one.modules
+        if one.scheme.grid is not None and multiplies(module)
+    }
     for number, layer in enumerate(model.backbone.layers):
         report(number)
-        linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
-        grids = {
-            part: grid for part in linears if (grid := grid_of(part, part in factors)) is not None
-        }
+        grids = {part: grid_of[part] for part in layer.modules() if part in grid_of}
         with _moments(list(grids)) as moments:
             passing.run(number, advance=False)
         for group in _alike(moments, grids):
@@ -156,12 +154,11 @@ def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     model = job.loaded.model
     plan = job.plan
     total = len(model.backbone.layers)
-    grid_of = partial(target.grid, plan)
     rows = tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context)
     calibrate(
         model,
         rows,
-        grid_of,
+        target.schemes(plan),
         lambda layer: job.report("calibrate", layer, total, f"layer {layer + 1}"),
     )
     job.report("calibrate", total, total, "")

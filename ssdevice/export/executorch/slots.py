@@ -26,7 +26,7 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.export.variants import template
 from ssdevice.model.lora import LoraLinear
-from ssdevice.model.roles import low_rank_terms
+from ssdevice.export.weights import low_rank_terms
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.executorch.program import SET_ADAPTER

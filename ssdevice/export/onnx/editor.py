@@ -8,12 +8,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ssdevice.model.roles import Role
+from ssdevice.export.weights import Role, Stored
 
 CONTRIB = "com.microsoft"
 OPSET = 23
-ROLE = "ssdevice.role"
-"""Metadata of a graph's weights while it is rewritten: their ``Role``."""
+STORED = "ssdevice.stored"
+"""Metadata of a graph's weights while it is rewritten: their rows of the model's table."""
 Shape = tuple[int | None, ...]
 
 
@@ -190,17 +190,23 @@ def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     return None if tensor is None else tensor.numpy()
 
 
-def tag(model: ir.Model, roles: Mapping[str, Role]) -> None:
-    """Note on the weights of a traced graph what they are."""
+def tag(model: ir.Model, table: Mapping[str, Stored]) -> None:
+    """Note on the weights of a traced graph, by their names in it, what they are."""
     for name, value in model.graph.initializers.items():
-        if name in roles:
-            value.meta[ROLE] = roles[name]
+        if name in table:
+            value.meta[STORED] = table[name]
+
+
+def stored_of(value: ir.Value | None) -> Stored | None:
+    """The row of a weight in the model's table; None for what no module of the model holds."""
+    found: Stored | None = value.meta.get(STORED) if value is not None else None
+    return found
 
 
 def role_of(value: ir.Value | None) -> Role | None:
     """What a weight is; None for what no module of the model holds."""
-    role: Role | None = value.meta.get(ROLE) if value is not None else None
-    return role
+    found = stored_of(value)
+    return found.role if found is not None else None
 
 
 def source_of(node: ir.Node, index: int = 0) -> ir.Value:

@@ -33,7 +33,7 @@ from ssdevice.export.onnx.editor import (
 )
 from ssdevice.export.onnx.functions import row_form
 from ssdevice.export.onnx.linears import LINEAR, Linear, Term
-from ssdevice.model import roles
+from ssdevice.export.weights import Role
 from ssdevice.runtime.onnx.kernels import DOMAIN, LOW_RANK
 
 
@@ -80,10 +80,10 @@ class SlotBook:
         return slot
 
 
-def side_of(node: ir.Node) -> roles.Role | None:
+def side_of(node: ir.Node) -> Role | None:
     """The role of a placeholder whose weight is a factor; None for other nodes."""
     role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
-    return role if role is not None and role.part is roles.Part.FACTOR else None
+    return role if role is not None and role.factor else None
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
