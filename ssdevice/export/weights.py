@@ -164,16 +164,16 @@ class Schemes:
     uneven: Scheme | None = None
     slot: Scheme | None = None
 
-    def of(self, role: Role, weight: Tensor, product: bool = True) -> Scheme:
-        """The scheme of a weight; ``product``: its kind is one."""
+    def of(self, role: Role, weight: Tensor, product: bool = True) -> tuple[Scheme, bool]:
+        """The scheme of a weight, and whether that is ``uneven``; ``product``: its kind is one."""
         if weight.numel() < self.least:
-            return self.kept
-        others = self.usual if product or self.usual.floats else UNLISTED
-        chosen = self.by_part.get(role.part, others)
+            return self.kept, False
+        others = self.kept if self.usual.floats else UNLISTED
+        chosen = self.by_part.get(role.part, self.usual if product else others)
         block = chosen.grid.block if chosen.grid is not None else None
         if self.uneven is not None and block is not None and weight.shape[-1] % block:
-            return self.uneven
-        return chosen
+            return self.uneven, True
+        return chosen, False
 
     def in_slot(self, base: "Stored | None") -> Scheme:
         """The scheme of a factor in a slot; ``base``: the weight beside it, if it is a first one."""
@@ -186,6 +186,7 @@ class Schemes:
 class Stored:
     """A weight of a model: all ``names`` of its parameter, and all modules that hold it.
 
+    ``uneven``: its scheme is another than its role's, because of the number of its inputs.
     ``product``: its modules multiply every row with it.
     """
 
@@ -195,6 +196,7 @@ class Stored:
     role: Role
     scheme: Scheme
     product: bool = True
+    uneven: bool = False
 
     @property
     def module(self) -> nn.Module:
@@ -238,8 +240,10 @@ def stored(model: nn.Module, schemes: Schemes, slotted: bool = False) -> list[St
     for key, one in held.items():
         product = any(kind.product for kind in one.kinds)
         role = roles.get(key) or Role(one.kinds[0].part or _part_of(one.names[0]))
-        scheme = schemes.of(role, one.weight, product)
-        table[key] = Stored(tuple(one.names), tuple(one.modules), one.weight, role, scheme, product)
+        scheme, uneven = schemes.of(role, one.weight, product)
+        table[key] = Stored(
+            tuple(one.names), tuple(one.modules), one.weight, role, scheme, product, uneven
+        )
     if slotted:
         bases = _bases(model)
         for key, factor in table.items():

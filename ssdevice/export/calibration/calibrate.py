@@ -70,7 +70,7 @@ def _moments(linears: Sequence[nn.Linear]) -> Iterator[dict[nn.Linear, Tensor]]:
     last: list[tuple[Tensor, Tensor]] = []  # several linears read one input
 
     def read(part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(part, nn.Linear)
+        assert multiplies(part)
         if not last or last[0][0] is not inputs[0]:
             x = inputs[0].reshape(-1, part.in_features)
             last[:] = [(inputs[0], x.T @ x)]

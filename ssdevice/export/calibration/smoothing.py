@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.export.calibration.rows import Rows
+from ssdevice.export.weights import multiplies
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter
@@ -118,7 +119,7 @@ def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | No
         last[norm] = out
 
     def reads(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(linear, nn.Linear)
+        assert multiplies(linear)
         writer = next((norm for norm, out in last.items() if out is inputs[0]), None)
         known = found.setdefault(writer, [])
         own = next((read for read in known if writer is not None or linear in read.linears), None)
@@ -131,7 +132,7 @@ def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | No
 
     with ExitStack() as hooks:
         for part in layer.modules():
-            if isinstance(part, nn.Linear):
+            if multiplies(part):
                 hooks.enter_context(part.register_forward_pre_hook(reads))
             elif getattr(getattr(part, "weight", None), "ndim", 0) == 1:  # a norm
                 hooks.enter_context(part.register_forward_hook(wrote))
@@ -169,7 +170,9 @@ def _pairs(
             )
     for owner in layer.modules():
         parts = [linears for part in owner.children() if (linears := _linears(part))]
-        for own in parts if not isinstance(owner, StreamRowAdapter) else ():
+        if isinstance(owner, StreamRowAdapter):
+            continue
+        for own in parts:
             read = next(
                 (read for read in found[None] if read.rows is not None and own[0] in read.linears),
                 None,
@@ -188,10 +191,10 @@ def _pairs(
 
 def _linears(part: nn.Module) -> list[nn.Linear]:
     """A linear, and what stream rows have beside it or instead of it."""
-    if isinstance(part, nn.Linear):
+    if multiplies(part):
         return [part]
-    if isinstance(part, StreamRowAdapter) and isinstance(part.base, nn.Linear):
-        return [inner for inner in part.modules() if isinstance(inner, nn.Linear)]
+    if isinstance(part, StreamRowAdapter) and multiplies(part.base):
+        return [inner for inner in part.modules() if multiplies(inner)]
     return []
 
 

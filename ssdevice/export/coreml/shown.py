@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ssdevice.contract import KEYS, ROWS, VALUES, Geometry
-from ssdevice.export.mlprogram.stored import key_of
-from ssdevice.export.mlprogram.weights import short_name, weight_key
+from ssdevice.export.mlprogram.weights import key_of, short_name, weight_key
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import Call, Product, Shown
 from ssdevice.mil.program import Program

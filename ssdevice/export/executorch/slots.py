@@ -25,8 +25,8 @@ from ssdevice.errors import ConfigError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.export.variants import template
-from ssdevice.model.lora import LoraLinear
 from ssdevice.export.weights import low_rank_terms
+from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.executorch.program import SET_ADAPTER

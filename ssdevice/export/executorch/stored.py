@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ssdevice.errors import ParityError
+from ssdevice.export.weights import multiplies
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.file import Data, Graph, Table, read_program
@@ -47,7 +48,7 @@ def check_stored(file: Path, model: StreamModel, products: Mapping[str, Sequence
         for name in names
     }
     called = {
-        function: [(name, owner) for name in names if isinstance(owner := owners[name], nn.Linear)]
+        function: [(name, owner) for name in names if multiplies(owner := owners[name])]
         for function, names in products.items()
     }
 

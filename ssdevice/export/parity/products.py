@@ -40,6 +40,7 @@ from ssdevice.export.parity.difference import (
     worst_column,
 )
 from ssdevice.export.parity.rounding import RoundedTo, moved_by_edges
+from ssdevice.export.weights import kind_of, multiplies
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank, StreamRowAdapter
@@ -327,13 +328,13 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
     owners: dict[int, list[str]] = {}
     linears: dict[int, nn.Module] = {}
     for name, part in model.named_modules(remove_duplicate=False):
-        if isinstance(part, nn.Linear):
+        kind = kind_of(part)
+        if multiplies(part):
             linears[id(part)] = part
             owners.setdefault(id(part.weight), []).insert(0, name)
-        elif isinstance(part, nn.Embedding):
-            owners.setdefault(id(part.weight), []).append(
-                name
-            )  # a tied head also has the table's name
+        elif kind is not None:  # a tied head also has the table's name
+            for attribute in kind.tensors:
+                owners.setdefault(id(getattr(part, attribute)), []).append(name)
     alike = {key: owners[id(part.weight)] for key, part in linears.items()}
     names = {key: [*own, *map(_elsewhere, own)] for key, own in alike.items()}
     if slotted:
