@@ -110,10 +110,10 @@ class Exporter(ABC):
 
     ``schedule``, ``chunk``: the defaults. ``repeats``: drafts that repeat the text without streams
     (0: no step), and ``short``: those of a short step beside one of twice as many or more.
-    ``calibrates``: precisions that rows of data may round, where ``schemes`` have grids. ``smooths``: those with one
-    scale for a whole row of a linear's inputs, which outliers decide (``calibration.smoothing``).
-    ``chooses``: it has functions for a host that chooses tokens. ``several_apps``: it takes plans
-    that are not merged, and fills ``TargetResult.apps``.
+    ``calibrates``: precisions that rows of data may round, where ``schemes`` have grids.
+    ``smooths``: those with one scale for a whole row of a linear's inputs, which outliers decide
+    (``calibration.smoothing``). ``chooses``: it has functions for a host that chooses tokens.
+    ``several_apps``: it takes plans that are not merged, and fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
@@ -166,7 +166,8 @@ def function_names(plan: ExportPlan) -> dict[str, Names]:
     functions of one row.
     """
     if plan.merged:
-        return {app.name: {name: name for name in plan.function_names} for app in plan.apps}
+        names = {name: name for name in plan.function_names}
+        return {app.name: names for app in plan.apps}
     table: dict[str, Names] = {}
     taken = set(plan.function_names)
     for app in plan.apps:

@@ -221,16 +221,12 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     apps = tuple(
         _app(name, adapter, identity, config, merged) for name, adapter in options.adapters
     )
-    if not merged or not apps:  # with separate adapters the base comes for free
-        apps = (
-            *apps,
-            *(
-                []
-                if BASE_APP in {a.name.lower() for a in apps}
-                else [AppPlan(None, None, False, BASE_APP)]
-            ),
-        )
-    if twice := repeated_name(app.name.lower() for app in apps):
+    named = {app.name.lower() for app in apps}
+    # With separate adapters the base comes for free.
+    if (not merged or not apps) and BASE_APP not in named:
+        apps = (*apps, AppPlan(None, None, False, BASE_APP))
+    twice = repeated_name(app.name.lower() for app in apps)
+    if twice:
         raise ConfigError(f"--adapter {twice}=: two apps have this name")
     tree = _tree(options, apps, merged, target.repeats)
     chunk = options.chunk or target.chunk
@@ -240,7 +236,8 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         )
     if options.context < 2 * tree.emitted:
         raise ConfigError(
-            f"--context {options.context} cannot hold a prompt and 2 steps of {tree.emitted} tokens each"
+            f"--context {options.context} cannot hold a prompt and 2 steps of {tree.emitted} "
+            "tokens each"
         )
     heads = int(config.num_attention_heads)
     streams = any(app.settings for app in apps)
@@ -259,36 +256,40 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
     )
     if options.phrases and (streams or not geometry.gamma):
         raise ConfigError(
-            "--phrases are drafts without streams: they need a --tree, such as chain:4, and no streams"
+            "--phrases are drafts without streams: they need a --tree, such as chain:4, and no "
+            "streams"
         )
     schedule = _schedule(options, target, apps)
     base = load_base(folder, values=False)
     tokenizer, tokenizer_folder, notes = shared_tokenizer(
         folder, [app.folder for app in apps], identity.vocab
     )
+    found_notes = (
+        *check_settings(tokenizer, folder, options.choose),
+        *_longer(options.context, config),
+        *base.notes,
+        *notes,
+    )
+    sampling = model_sampling(folder, identity.vocab) if options.choose else None
+    phrases = b""
+    if options.phrases:
+        phrases = read_phrases(options.phrases, tokenizer, apps[0].instruction, identity.vocab)
     plan = ExportPlan(
-        options,
-        folder,
-        identity,
-        apps,
-        merged,
-        geometry,
-        schedule,
-        base.parameters,
-        target.bits[options.quant],
-        tokenizer,
-        tokenizer_folder,
-        calibration,
-        (
-            *check_settings(tokenizer, folder, options.choose),
-            *_longer(options.context, config),
-            *base.notes,
-            *notes,
-        ),
-        model_sampling(folder, identity.vocab) if options.choose else None,
-        read_phrases(options.phrases, tokenizer, apps[0].instruction, identity.vocab)
-        if options.phrases
-        else b"",
+        options=options,
+        folder=folder,
+        identity=identity,
+        apps=apps,
+        merged=merged,
+        geometry=geometry,
+        schedule=schedule,
+        parameters=base.parameters,
+        bits=target.bits[options.quant],
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        calibration=calibration,
+        notes=found_notes,
+        sampling=sampling,
+        phrases=phrases,
     )
     if options.schedule is not None and plan.settings is None:
         raise ConfigError(
@@ -328,7 +329,8 @@ def _check_form(options: ExportOptions, target: "Exporter", merged: bool) -> Non
         raise ConfigError(f"--choose host: target {options.form} chooses tokens in the graph only")
     if merged and options.adapter_precision is not Quant.FP32:
         raise ConfigError(
-            "--adapter-precision is for separate adapters; a single one is merged, unless with --slots"
+            "--adapter-precision is for separate adapters; a single one is merged, unless with "
+            "--slots"
         )
     if not merged and not target.several_apps:
         wanted = f"{len(options.adapters)} adapters" if len(options.adapters) > 1 else "--slots"
@@ -361,15 +363,15 @@ def _schedule(options: ExportOptions, target: "Exporter", apps: tuple[AppPlan, .
     waiting = [name for name, settings in trained if settings.streams.waits]
     if waiting and options.schedule is Schedule.FUSED:
         raise ConfigError(
-            f"--schedule fused: the streams of {waiting[0]!r} see the token that verification chooses (token_rank), so "
-            "they run after it: omit --schedule"
+            f"--schedule fused: the streams of {waiting[0]!r} see the token that verification "
+            "chooses (token_rank), so they run after it: omit --schedule"
         )
     papers = trained and all(s.training.get("recipe", "ours") != "ours" for _, s in trained)
-    return (
-        Schedule.DEFERRED
-        if waiting
-        else options.schedule or (Schedule.FUSED if papers else target.schedule)
-    )
+    if waiting:
+        return Schedule.DEFERRED
+    if options.schedule is not None:
+        return options.schedule
+    return Schedule.FUSED if papers else target.schedule
 
 
 def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repeats: int) -> Tree:
@@ -381,8 +383,8 @@ def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repea
         tree = options.tree or Tree.chain(repeats if merged else 0)
         if tree.size > 1 and not (tree.is_chain and merged):
             raise ConfigError(
-                "--tree without an adapter with streams: drafts then repeat the text, which takes a chain "
-                "such as chain:4 and a bundle of one app without --slots"
+                "--tree without an adapter with streams: drafts then repeat the text, which takes "
+                "a chain such as chain:4 and a bundle of one app without --slots"
             )
         return tree
     if options.tree is None:
@@ -392,6 +394,7 @@ def _tree(options: ExportOptions, apps: tuple[AppPlan, ...], merged: bool, repea
     for name, gamma in gammas.items():
         if options.tree.depth > gamma:
             raise ConfigError(
-                f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} streams"
+                f"--tree is {options.tree.depth} deep, the adapter of {name!r} has γ = {gamma} "
+                "streams"
             )
     return options.tree

@@ -57,14 +57,11 @@ class TargetOptions:
     @classmethod
     def parse(cls, args: Namespace) -> Self | None:
         """The options in parsed arguments; None if none was given. Raises ConfigError."""
-        given = {
-            name: value for name in cls.texts if (value := getattr(args, name)) not in (None, False)
-        }
-        return (
-            cls(**{name: type(getattr(cls, name))(value) for name, value in given.items()})
-            if given
-            else None
-        )
+        values = {name: getattr(args, name) for name in cls.texts}
+        given = {name: value for name, value in values.items() if value not in (None, False)}
+        if not given:
+            return None
+        return cls(**{name: type(getattr(cls, name))(value) for name, value in given.items()})
 
     def refused(self, target: str) -> ConfigError:
         """The error of a target that does not have these options."""

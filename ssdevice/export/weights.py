@@ -176,7 +176,7 @@ class Schemes:
         return chosen, False
 
     def in_slot(self, base: "Stored | None") -> Scheme:
-        """The scheme of a factor in a slot; ``base``: the weight beside it, if it is a first one."""
+        """The scheme of a factor in a slot; ``base``: the weight beside a first one."""
         if self.slot is None or base is None or base.scheme.floats:
             return self.kept
         return self.slot
@@ -286,7 +286,7 @@ def low_rank_terms(model: StreamModel) -> dict[LowRank, tuple[SlotKind, str]]:
 
 
 def _roles(model: nn.Module) -> dict[int, Role]:
-    """The roles of weights that are more than a linear of a layer, by the parameters' identities."""
+    """The roles of weights other than linears of the layers, by the parameters' identities."""
     found: dict[int, Role] = {}
     for part in model.modules():
         if isinstance(part, LowRank):

@@ -30,8 +30,8 @@ def calibrate(
 ) -> None:
     """Give every linear of the layers whose scheme has a grid weights on it.
 
-    ``schemes``: the target's table. ``report`` hears which layer begins. Raises SSDeviceError for rows on which the model computes numbers that
-    are not finite.
+    ``schemes``: the target's table. ``report`` hears which layer begins. Raises SSDeviceError for
+    rows on which the model computes numbers that are not finite.
     """
     passing = Rows(model, rows)
     grid_of = {
@@ -48,7 +48,8 @@ def calibrate(
         for group in _alike(moments, grids):
             if not moments[group[0]].isfinite().all():
                 raise SSDeviceError(
-                    f"calibration: layer {number} gives values that are not finite; see the rows' text"
+                    f"calibration: layer {number} gives values that are not finite; see the rows' "
+                    "text"
                 )
             values = calibrated(
                 torch.cat([part.weight for part in group]), moments[group[0]], grids[group[0]]
@@ -168,6 +169,8 @@ def calibration_notes(plan: ExportPlan) -> tuple[str, ...]:
     if not plan.calibration:
         return ()
     whose = "the app's rows" if plan.merged else "rows of the apps, without their adapters"
-    return (
-        f"{plan.options.quant} weights of the layers were calibrated on {len(plan.calibration)} of {whose}",
+    note = (
+        f"{plan.options.quant} weights of the layers were calibrated on "
+        f"{len(plan.calibration)} of {whose}"
     )
+    return (note,)

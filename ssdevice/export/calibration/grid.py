@@ -23,7 +23,7 @@ Anchor = Callable[[Tensor, int, int], Anchors]
 
 
 def lowest(blocks: Tensor, low: int, high: int) -> Anchors:
-    """The largest magnitude gets the lowest code, whatever its sign: the scale takes the sign over."""
+    """The largest magnitude gets the lowest code, whatever its sign: the scale takes that over."""
     return _anchored(blocks, blocks.abs(), low, low)
 
 

@@ -21,7 +21,10 @@ from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
-NOTE = "outliers of channels are moved into the weights of the linears that read them, so that rounded rows are even"
+NOTE = (
+    "outliers of channels are moved into the weights of the linears that read them, "
+    "so that rounded rows are even"
+)
 """The note in a bundle whose model was smoothed.
 
 It is a part of the format, because `verify --model` looks for it.
@@ -33,17 +36,20 @@ SAME = 1e-3
 float rounding.
 """
 TEXTS = (
-    "How do I keep bread fresh? Wrap it in a cloth, keep it in a dry place, and do not put it into the fridge.",
+    "How do I keep bread fresh? Wrap it in a cloth, keep it in a dry place, and do not put it into "
+    "the fridge.",
     "def mean(values):\n    return sum(values) / len(values)\n\nprint(mean([3, 5, 10]))  # 6.0",
-    "The train leaves at 17:45 and takes 2 hours and 20 minutes, so it arrives at 20:05. A ticket costs $48.90.",
-    "name: Ann, age: 31, city: Zürich; name: Tomás, age: 27, city: Lima. Wie viele Personen sind älter als 30?",
+    "The train leaves at 17:45 and takes 2 hours and 20 minutes, so it arrives at 20:05. A ticket "
+    "costs $48.90.",
+    "name: Ann, age: 31, city: Zürich; name: Tomás, age: 27, city: Lima. Wie viele Personen sind "
+    "älter als 30?",
 )
 """Which channels are large hardly depends on the text; which neurons of an MLP are does."""
 
 
 @dataclass
 class _Read:
-    """What some linears read in common: its largest values by channel, and those of their weights."""
+    """What some linears read: its largest values by channel, and those of their weights."""
 
     linears: dict[nn.Linear, None] = field(default_factory=dict)
     rows: Tensor | None = None
@@ -159,19 +165,12 @@ def _pairs(
     """
     for norm, reads in found.items():
         if norm is not None:
-            values = list(norm.parameters(recurse=False))
             # Some families store a norm's weight less one.
-            yield (
-                reads[0],
-                [
-                    [(p, offset if p is norm.weight else 0.0) for p in values]
-                    for offset in (0.0, 1.0)
-                ],
-            )
+            yield reads[0], [_norm(norm, offset) for offset in (0.0, 1.0)]
     for owner in layer.modules():
-        parts = [linears for part in owner.children() if (linears := _linears(part))]
         if isinstance(owner, StreamRowAdapter):
             continue
+        parts = [linears for linears in map(_linears, owner.children()) if linears]
         for own in parts:
             read = next(
                 (read for read in found[None] if read.rows is not None and own[0] in read.linears),
@@ -187,6 +186,12 @@ def _pairs(
                     if part is not own
                 ]
                 yield _Read(columns, read.rows, read.weights), [one for one in others if one]
+
+
+def _norm(norm: nn.Module, offset: float) -> Written:
+    """The parameters of a norm, if its weight is used with ``offset`` added."""
+    values = norm.parameters(recurse=False)
+    return [(value, offset if value is norm.weight else 0.0) for value in values]
 
 
 def _linears(part: nn.Module) -> list[nn.Linear]:

@@ -142,8 +142,10 @@ class CoreAIExporter(Exporter):
                 "only weights are rounded: activations, products and the cache are float32"
             )
         if plan.geometry.capacity >= LARGE_CACHE:
-            what = f"the cache has {plan.geometry.capacity} rows; from {LARGE_CACHE} on phones are reported to fail"
-            notes.append(f"{what}: choose a smaller --context for them")
+            notes.append(
+                f"the cache has {plan.geometry.capacity} rows; from {LARGE_CACHE} on phones are "
+                "reported to fail: choose a smaller --context for them"
+            )
         apps = app_results(plan, table)
         return TargetResult(
             {MODEL: ASSET}, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed

@@ -54,14 +54,11 @@ class CoreMLShown(Shown):
     def _products(self, function: str) -> list[tuple[str, str, str]]:
         """(weight, rows, result) of every linear, in order."""
         found = self.program.package.function(function)
-        keys = {
-            name: key
-            for name, kind in found.makers.items()
-            if (key := weight_key(kind, name)) is not None
-        }
-        weights = {
-            name: key if SHORT.fullmatch(key) else short_name(key) for name, key in keys.items()
-        }
+        weights = {}
+        for name, kind in found.makers.items():
+            key = weight_key(kind, name)
+            if key is not None:
+                weights[name] = key if SHORT.fullmatch(key) else short_name(key)
         linears = [operation for operation in found.operations if operation.kind == "linear"]
         pairs = [
             (operation.inputs["x"][0], operation.inputs["weight"][0], operation.output)

@@ -112,10 +112,7 @@ class ExecutorchExporter(Exporter):
                 followed = follow_traced(
                     reference, specs, programs, bounds, partial(report, len(specs))
                 )
-            products = {
-                name: [weight for weight, *_ in Recorder(made).linears]
-                for name, made in programs.items()
-            }
+            products = {name: Recorder(made).weights for name, made in programs.items()}
             programs |= set_adapter(model)
             delegated = lower(
                 programs, partitioner(), constants, file, report, dict(slots_of(model))

@@ -63,27 +63,28 @@ def adopt_weights(
     adopted = dict[Tensor, Tensor]()
     stored = decompressed(program, functions)
     for one in weights.stored(model, FLOATS):
-        names, weight = one.names, one.weight
+        names = one.names
+        weight = one.weight
         keys = [key for name in names for key in (key_of(name), short_name(key_of(name)))]
         if (array := next((stored[key] for key in keys if key in stored), None)) is None:
             raise ParityError(f"{where}: weight {names[0]} is not in the package")
         if array.shape != tuple(weight.shape):
             raise ParityError(
-                f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}"
+                f"{where}: weight {names[0]} has shape {list(array.shape)}, "
+                f"not {list(weight.shape)}"
             )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the array is read-only, and the reference does not write
+            # The array is read-only, and the reference does not write.
+            warnings.simplefilter("ignore")
             tensor = torch.from_numpy(array)
         if quant is not None:
             wanted = own[names[0]] if own else sketch(weight.data)
             off = float((sketch(tensor) - wanted).norm() / wanted.norm().clamp_min(1e-12))
             if not off <= CLOSE[quant]:
-                what = (
-                    f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its size"
+                raise ParityError(
+                    f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its size, "
+                    f"at most {CLOSE[quant]} can be rounding"
                 )
-                raise ParityError(f"{what}, at most {CLOSE[quant]} can be rounding")
         adopted[weight] = tensor.to(weight.dtype)
     before = {weight: weight.data for weight in adopted}
     for weight, values in adopted.items():

@@ -32,7 +32,7 @@ ONLY_WEIGHTS = "only weights are compressed: activations are float16"
 BLOCK = 32
 """Inputs that share a scale in int4 per block."""
 PALETTE_GROUPS = (16, 8, 4, 2, 1)
-"""Numbers of output channels that may share a palette: the first that divides all of them is used."""
+"""Numbers of output channels that may share a palette: the first that divides all is used."""
 SMALLEST = 512
 """Least number of elements for which compression saves more than its scales cost."""
 FLOAT16 = Scheme("float16", 16)

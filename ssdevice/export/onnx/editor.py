@@ -19,7 +19,7 @@ Shape = tuple[int | None, ...]
 
 @dataclass
 class Marked:
-    """A product: the parameters of its columns with how many each has, its rows and what comes out."""
+    """A product: the parameters of its columns with their numbers, its rows and what comes out."""
 
     weights: tuple[tuple[str, int], ...]
     source: ir.Value
@@ -173,7 +173,7 @@ class Editor:
 
 
 def shape_of(value: ir.Value | None) -> Shape | None:
-    """Sizes of a value, None for those unknown until run time; None if not even the rank is known."""
+    """Sizes of a value, None for those unknown until run time; None if the rank is unknown too."""
     if value is None or value.shape is None:
         return None
     return tuple(size if isinstance(size, int) else None for size in value.shape)

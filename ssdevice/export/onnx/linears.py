@@ -28,7 +28,7 @@ from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, ROTARY_SPLIT
 LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
 SMALL = 1 << 14
-"""Weights of fewer elements are not quantized: quantizing their input costs more than the product."""
+"""Weights of fewer elements stay floats: quantizing their input costs more than the product."""
 Array = np.ndarray[Any, Any]
 Form = dict[str, Any] | None
 Term = tuple[Role, ir.Node]
@@ -176,7 +176,7 @@ def lower(edit: Editor, linear: Linear, whole: ir.Value) -> None:
 
 
 def _rotary_split(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool:
-    """Split queries and keys that only rotary positions read, and values; False for other columns."""
+    """Split queries and keys that only rotary positions read, and values; False for others."""
     queries, keys = (only_user(end, "RotaryEmbedding") for end in ends[:2])
     if len(ends) != 3 or queries is None or keys is None or queries.inputs[1:] != keys.inputs[1:]:
         return False

@@ -229,9 +229,8 @@ def simulated(
 
 def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> Tensor:
     """Attention over rows as a cache holds them, the new ones included."""
-    keys, values = (
-        [run.to(dtype).to(run.dtype) for run in runs] for runs in (asked.keys, asked.values)
-    )
+    keys = [run.to(dtype).to(run.dtype) for run in asked.keys]
+    values = [run.to(dtype).to(run.dtype) for run in asked.values]
     return attend(replace(asked, keys=keys, values=values))
 
 

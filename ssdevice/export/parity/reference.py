@@ -1,4 +1,4 @@
-"""The torch reference of the parity gate, and the interface that exported artifacts share with it."""
+"""The torch reference of the parity gate, and the interface that artifacts share with it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
