@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from ssdevice.model.loading import LoadedModel
 
 
-FOLDED = "stream rows have separate weights in the MSA layers: the stream adapters are folded into a copy"
+FOLDED = (
+    "stream rows have separate weights in the MSA layers: the stream adapters are folded "
+    "into a copy"
+)
 """The note in a bundle whose job was ``folded``."""
 
 

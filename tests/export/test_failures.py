@@ -35,7 +35,7 @@ def export(base: Path, out: Path, *flags: str) -> int:
 
 
 def ending(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
-    """The stage of this number fails as it begins; the ones before it do nothing but leave a file."""
+    """The stage of this number fails as it begins; those before it do nothing but leave a file."""
 
     def begin(_: stages.Whole, name: str) -> None:
         if list(stages.STAGES).index(name) == number:

@@ -82,8 +82,8 @@ def adopt_weights(
             off = float((sketch(tensor) - wanted).norm() / wanted.norm().clamp_min(1e-12))
             if not off <= CLOSE[quant]:
                 raise ParityError(
-                    f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its size, "
-                    f"at most {CLOSE[quant]} can be rounding"
+                    f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its "
+                    f"size, at most {CLOSE[quant]} can be rounding"
                 )
         adopted[weight] = tensor.to(weight.dtype)
     before = {weight: weight.data for weight in adopted}

@@ -97,7 +97,7 @@ def test_rows_pass_the_layers_as_in_prefill(name: str, mode: Mode) -> None:
 
 @torch.no_grad()
 def test_rows_pass_draft_layers_as_in_prefill() -> None:
-    """Main rows give the base's token, and the first draft of the last prompt token is prefill's."""
+    """Main rows give the base's token, the first draft of the last prompt token is prefill's."""
     config = StreamConfig(Mode.LOSSLESS, gamma=2, msa_layers=0, adapter_rank=0, draft_layers=1)
     model = build(tiny_model("mistral"), config, 64).eval()
     assert model.own is not None

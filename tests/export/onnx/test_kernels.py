@@ -216,7 +216,7 @@ def head_model(rows: int, weight: np.ndarray, kind: str) -> bytes:
 
 
 def heads() -> dict[str, np.ndarray]:
-    """Heads ``[V, K]``, from many tokens to such in which the lower bits of weights are no noise."""
+    """Heads ``[V, K]``, from many tokens to such in which the lower bits of weights matter."""
     rng = np.random.default_rng(5)
     drawn = {
         shape: rng.standard_normal(shape).astype(np.float32)
@@ -285,11 +285,11 @@ ARM_GCC = "aarch64-linux-gnu-g++"
 ARM = ("qemu-aarch64", "-cpu", "max")
 on_arm = pytest.mark.skipif(
     shutil.which(ARM_GCC) is None or shutil.which(ARM[0]) is None,
-    reason=f"needs {ARM_GCC} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
+    reason=f"needs {ARM_GCC} and {ARM[0]} "
+    "(Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
 )
-CLANG = next(
-    (name for number in range(22, 16, -1) if shutil.which(name := f"clang++-{number}")), None
-)
+CLANG_NAMES = [f"clang++-{number}" for number in range(22, 16, -1)]
+CLANG = next((name for name in CLANG_NAMES if shutil.which(name)), None)
 """One that compiles single functions for the dot product, as Android's does."""
 ARM_COMPILERS = [[ARM_GCC, "-O1"], pytest.param([ARM_GCC], marks=pytest.mark.slow)]
 """As fast to compile as instructions that the sources name allow, and as users get them."""
@@ -651,11 +651,10 @@ def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> 
         for past in (21, 32):
             chunk = attention_inputs(kind, past, 64, np.tril(np.ones((32, 32), bool)), past, groups)
             models.append((attention_model(kind, 32, past, 64, groups=groups), chunk))
-    found = [
-        [session(model, built(cpu)).run(None, feeds)[0] for model, feeds in models]
-        for cpu in ("native", "portable")
-    ]
-    for native, portable in zip(*found, strict=True):
+    for model, feeds in models:
+        native, portable = (
+            session(model, built(cpu)).run(None, feeds)[0] for cpu in ("native", "portable")
+        )
         np.testing.assert_array_equal(native, portable)
 
 
