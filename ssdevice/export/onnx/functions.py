@@ -255,7 +255,7 @@ FUNCTIONS = {
 }
 """Operator -> its function, in ONNX's text format."""
 _PRODUCT = re.compile(
-    r"^  (\w+) = (\S*MatMul(?:NBits)?(?: <.*?>)?)\s+\((\w+), (.*)\)$", re.MULTILINE
+    r"^  (\w+) = (\S*MatMul(?:NBits)?(?:\s+<.*?>)?)\s+\((\w+), (.*)\)$", re.MULTILINE
 )
 _TWICE = r"""  two_\3 = Concat <axis = -2> (\3, \3)
   two_\1 = \2 (two_\3, \4)
