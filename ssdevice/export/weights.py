@@ -24,9 +24,9 @@ from ssdevice.model.streams import LowRank, StreamRowAdapter
 class Part(StrEnum):
     """The part of the model that a weight belongs to.
 
-    A head that is tied to the embedding counts as the embedding. FUSE: what the state of draft
-    layers is made by. FACTOR: of a low-rank term; OWN_FACTOR: of one of the streams themselves (see
-    ``Streams.own_terms``). LINEAR: any other linear.
+    A head that is tied to the embedding counts as the embedding. DRAFT: of layers of their own that
+    draft, and what makes their state. FACTOR: of a low-rank term; OWN_FACTOR: of one of the streams
+    themselves (see ``Streams.own_terms``). LINEAR: any other linear.
     """
 
     EMBEDDING = "embedding"
@@ -40,7 +40,7 @@ class Part(StrEnum):
     UP = "up"
     DOWN = "down"
     LINEAR = "linear"
-    FUSE = "fuse"
+    DRAFT = "draft layer"
     FACTOR = "factor"
     OWN_FACTOR = "own factor"
 
@@ -141,6 +141,8 @@ class Scheme:
         return self.bits >= 16
 
 
+Rows = dict[str, Scheme]
+"""Schemes by the part of the model."""
 FLOAT32 = Scheme("float32", 32)
 KEPT = Scheme("float32 in every precision", 32)
 UNLISTED = Scheme("floats, for want of a row in the target's table", 32)
@@ -229,7 +231,9 @@ def stored(model: nn.Module, schemes: Schemes, slotted: bool = False) -> list[St
     held: dict[int, _Held] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = kind_of(module)
-        for attribute in kind.tensors if kind is not None else ():
+        if kind is None:
+            continue
+        for attribute in kind.tensors:
             weight: Tensor = getattr(module, attribute)
             one = held.setdefault(id(weight), _Held(weight))
             one.names.append(f"{path}.{attribute}" if path else attribute)
@@ -299,8 +303,7 @@ def _roles(model: nn.Module) -> dict[int, Role]:
         (Part.HEAD, whole.backbone.lm_head),
         (Part.DRAFT_HEAD, whole.draft_head),
         (Part.EMBEDDING, whole.backbone.embed_tokens),  # after the heads, which may be tied to it
-        (Part.FUSE, whole.own.fuse if whole.own is not None else None),
-        (Part.FUSE, whole.own.embed if whole.own is not None else None),
+        (Part.DRAFT, whole.own),
     )
     for name, module in ends:
         for parameter in module.parameters() if module is not None else ():

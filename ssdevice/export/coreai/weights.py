@@ -11,6 +11,7 @@ tuple, also if it is one tensor, which torch would not let change its type.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.nn.utils import parametrize
 from ssdevice.export import weights
 from ssdevice.export.calibration.grid import Grid, symmetric
 from ssdevice.export.plan import INT8_HEAD, Quant
-from ssdevice.export.weights import FLOAT32, KEPT, Part, Scheme, Schemes, Stored
+from ssdevice.export.weights import FLOAT32, KEPT, Part, Rows, Scheme, Schemes, Stored
 from ssdevice.model.step import StreamModel
 
 GROUP = 32
@@ -92,11 +93,10 @@ def stored(model: StreamModel, quant: Quant, values: bool = False) -> Iterator[t
     table = weights.stored(model, schemes(quant))
     forms = {part: _form(one.scheme) for one in table for part in one.modules}
     parts = {part: form for part, form in forms.items() if form is not None}
-    before = {part: part.weight for part in parts}
+    before = {part: cast(Tensor, part.weight) for part in parts}
     for part, form in parts.items():
-        part.weight = nn.Parameter(
-            before[part].detach(), requires_grad=False
-        )  # integers have no gradients
+        # Integers have no gradients.
+        part.weight = nn.Parameter(before[part].detach(), requires_grad=False)
         parametrize.register_parametrization(part, "weight", form, unsafe=True)
         if values:
             parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
@@ -112,12 +112,12 @@ def stored(model: StreamModel, quant: Quant, values: bool = False) -> Iterator[t
 
 def schemes(quant: Quant) -> Schemes:
     """The table of this target. Low-rank factors stay float32: they are small."""
-    factors = {Part.FACTOR: KEPT, Part.OWN_FACTOR: KEPT}
+    factors: Rows = {Part.FACTOR: KEPT, Part.OWN_FACTOR: KEPT}
     if quant is Quant.FP32:
         return Schemes(TURNED, {**factors, Part.EMBEDDING: FLOAT32})
     if quant is Quant.FP16:
         return Schemes(HALF, {**factors, Part.EMBEDDING: HALF})
-    ends = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
+    ends: Rows = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
     return Schemes(INT8 if quant is Quant.INT8 else INT4, {**factors, **ends}, uneven=INT8)
 
 

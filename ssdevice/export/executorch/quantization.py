@@ -21,6 +21,7 @@ from ssdevice.export.weights import (
     FLOAT32,
     KEPT,
     Part,
+    Rows,
     Scheme,
     Schemes,
     floats_note,
@@ -47,8 +48,8 @@ def schemes(quant: Quant) -> Schemes:
     """
     if quant is Quant.FP32:
         return Schemes(FLOAT32)
-    ends = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
-    factors = {Part.FACTOR: KEPT, Part.OWN_FACTOR: KEPT}
+    ends: Rows = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
+    factors: Rows = {Part.FACTOR: KEPT, Part.OWN_FACTOR: KEPT}
     return Schemes(INT8 if quant is Quant.INT8 else INT4, {**ends, **factors}, uneven=INT8)
 
 

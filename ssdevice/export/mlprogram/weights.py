@@ -20,7 +20,7 @@ from ssdevice.export.calibration.grid import Grid, symmetric
 from ssdevice.export.exporter import Exporter
 from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.plan import ExportPlan, Quant
-from ssdevice.export.weights import Part, Scheme, Schemes, Stored
+from ssdevice.export.weights import Part, Rows, Scheme, Schemes, Stored
 
 PREFIX = "p_module_model_"
 """What torch.export puts before the name of a model's parameter."""
@@ -50,10 +50,10 @@ def schemes(quant: Quant, per_channel: bool) -> Schemes:
     """
     if quant is Quant.FP16:
         return Schemes(FLOAT16, kept=FLOAT16)
-    own = dict.fromkeys((Part.FACTOR, Part.OWN_FACTOR, Part.FUSE), FLOAT16)
+    own: Rows = {Part.FACTOR: FLOAT16, Part.OWN_FACTOR: FLOAT16, Part.DRAFT: FLOAT16}
     int4 = INT4_CHANNEL if per_channel else INT4_BLOCK
     usual = {Quant.INT8: INT8, Quant.INT4: int4, Quant.PALETTE4: PALETTE4}[quant]
-    rows = {**own, Part.EMBEDDING: INT8}
+    rows: Rows = {**own, Part.EMBEDDING: INT8}
     return Schemes(usual, rows, kept=FLOAT16, least=SMALLEST, uneven=INT8)
 
 

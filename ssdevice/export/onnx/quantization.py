@@ -24,7 +24,17 @@ from ssdevice.export.onnx.functions import BLOCK, row_form
 from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower
 from ssdevice.export.onnx.slots import SlotBook, beside, lower_alone
 from ssdevice.export.plan import Quant
-from ssdevice.export.weights import FLOAT32, KEPT, Part, Scheme, Schemes, Stored, multiplies, stored
+from ssdevice.export.weights import (
+    FLOAT32,
+    KEPT,
+    Part,
+    Rows,
+    Scheme,
+    Schemes,
+    Stored,
+    multiplies,
+    stored,
+)
 from ssdevice.model.attention import Attending, Attention
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
@@ -60,7 +70,7 @@ def schemes(quant: Quant) -> Schemes:
     """The table of this target: what a graph's products and its embedding are stored as."""
     if quant is Quant.FP32:
         return Schemes(FLOAT32, {Part.EMBEDDING: FLOAT32, Part.OWN_FACTOR: KEPT}, least=SMALL)
-    ends = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
+    ends: Rows = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
     usual = INT8 if quant is Quant.INT8 else INT4
     return Schemes(usual, {**ends, Part.OWN_FACTOR: KEPT}, least=SMALL, slot=INT8)
 

@@ -40,6 +40,7 @@ CALLS_LAYER_NORM = ("OlmoLayerNorm", "NemotronLayerNorm1P")
         (Part.DOWN, (8, 8), Quant.INT8, False, FLOAT16),
         (Part.FACTOR, (64, 64), Quant.INT4, False, FLOAT16),
         (Part.OWN_FACTOR, (64, 64), Quant.INT4, False, FLOAT16),
+        (Part.DRAFT, (64, 64), Quant.INT4, False, FLOAT16),
     ],
 )
 def test_scheme_of_a_weight(
