@@ -22,6 +22,8 @@ from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.export.weights import Part, Rows, Scheme, Schemes, Stored
 
+MODEL = "module.model."
+"""What the forms of the functions put before a parameter's name."""
 PREFIX = "p_module_model_"
 """What torch.export puts before the name of a model's parameter."""
 HALF = "_to_fp16"
@@ -113,12 +115,12 @@ class Compression:
 
     def _names(self, traced: ExportedProgram) -> dict[str, Stored]:
         """The weights of the table by the names of the constants that coremltools makes of them."""
-        known = {id(one.weight): one for one in self.table}
+        # By name, since ExecuTorch gives its delegates copies of parameters.
+        known = {f"{MODEL}{name}": one for one in self.table for name in one.names}
         found = {}
         for spec in traced.graph_signature.input_specs:
-            weight = traced.state_dict.get(spec.target or "")
-            if id(weight) in known:
-                found[spec.arg.name] = known[id(weight)]
+            if spec.target in known:
+                found[spec.arg.name] = known[spec.target]
         return found
 
     def _store(self, function: Any, constant: Any, weight: Stored | None) -> None:
