@@ -281,7 +281,7 @@ def low_rank_terms(model: StreamModel) -> dict[LowRank, tuple[SlotKind, str]]:
     path = model.backbone.family.layers_path
     found = {}
     for name, part in model.backbone.layers.named_modules():
-        if isinstance(part, LoraLinear):
+        if isinstance(part, LoraLinear) and isinstance(part.adapter, LowRank):  # no slot yet
             found[part.adapter] = SlotKind.LORA, f"{path}.{name}"
     for name, part in model.streams.named_modules() if model.streams is not None else ():
         if isinstance(part, LowRank):
@@ -326,7 +326,9 @@ def _bases(model: nn.Module) -> dict[int, int]:
     """The first factor of each term beside a linear -> the linear's weight, by their identities."""
     found = {}
     for part in model.modules():
-        if isinstance(part, (LoraLinear, StreamRowAdapter)) and multiplies(part.base):
+        if not isinstance(part, (LoraLinear, StreamRowAdapter)):
+            continue
+        if multiplies(part.base) and isinstance(part.adapter, LowRank):
             found[id(part.adapter.down.weight)] = id(part.base.weight)
     return found
 
