@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import torch
 
 from research.costs import Shape
 from research.methods import lines
@@ -28,7 +29,8 @@ from ssdevice.bench import report
 from ssdevice.export.onnx.editor import OPSET, Editor
 from ssdevice.export.onnx.files import IR_VERSION
 from ssdevice.export.onnx.functions import row_form
-from ssdevice.export.onnx.quantization import Int4Weight, Int8Weight, WeightStore
+from ssdevice.export.onnx.quantization import INT4, INT8, initializers
+from ssdevice.export.weights import Part, Role, Stored
 from ssdevice.runtime.onnx import kernels
 from ssdevice.runtime.onnx.engine import PROVIDER
 
@@ -122,15 +124,13 @@ def session(draft: Draft, four_bits: bool) -> ort.InferenceSession:
         ir.val(f"x{i}", ir.DataType.FLOAT, [1, rows, k]) for i, (rows, k, _) in enumerate(sizes)
     ]
     opsets = {"": OPSET, kernels.DOMAIN: 1}
-    edit = Editor(
-        ir.Model(ir.Graph(values, [], nodes=[], opset_imports=opsets), ir_version=IR_VERSION)
-    )
-    random, store = np.random.default_rng(0), WeightStore()
+    edit = Editor(ir.Model(ir.Graph(values, [], nodes=[], opset_imports=opsets), ir_version=IR_VERSION))
+    random = np.random.default_rng(0)
     for i, (value, (rows, k, n)) in enumerate(zip(values, sizes, strict=True)):
-        few, weight = four_bits and i < len(layers), random.standard_normal((k, n), np.float32)
-        given = store.initializers(
-            edit, Int4Weight if few else Int8Weight, f"w{i}", partial(np.asarray, weight)
-        )
+        few = four_bits and i < len(layers)
+        weight = torch.from_numpy(random.standard_normal((k, n), np.float32).T)
+        scheme = INT4 if few else INT8
+        given = initializers(edit, f"w{i}", [Stored((f"w{i}",), (), weight, Role(Part.LINEAR), scheme)])
         kind, form = kernels.INT4_LINEAR, {"K": k, "N": n}
         if not few:
             zero, form = row_form(edit, value)

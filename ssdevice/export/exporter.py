@@ -19,9 +19,9 @@ from ssdevice.rules import check_rule
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from ssdevice.export.calibration.grid import Grid
+    from ssdevice.export.weights import Schemes
     from ssdevice.model.loading import LoadedModel
 
 
@@ -115,10 +115,10 @@ class Exporter(ABC):
 
     ``schedule``, ``chunk``: the defaults. ``repeats``: drafts that repeat the text without streams
     (0: no step), and ``short``: those of a short step beside one of twice as many or more.
-    ``calibrates``: precisions that rows of data may round (``grid``). ``smooths``: those with one
-    scale for a whole row of a linear's inputs, which outliers decide (``calibration.smoothing``).
-    ``chooses``: it has functions for a host that chooses tokens. ``several_apps``: it takes plans
-    that are not merged, and fills ``TargetResult.apps``.
+    ``calibrates``: precisions that rows of data may round, where ``schemes`` have grids.
+    ``smooths``: those with one scale for a whole row of a linear's inputs, which outliers decide
+    (``calibration.smoothing``). ``chooses``: it has functions for a host that chooses tokens.
+    ``several_apps``: it takes plans that are not merged, and fills ``TargetResult.apps``.
     """
 
     bits: ClassVar[Mapping[Quant, float]]
@@ -131,13 +131,11 @@ class Exporter(ABC):
     smooths: ClassVar[frozenset[Quant]] = frozenset()
     chooses: ClassVar[bool] = False
 
-    def grid(self, plan: ExportPlan, linear: "nn.Linear", factor: bool) -> "Grid | None":
-        """Where rounding to nearest puts the weights of a layer's linear; None: it is not
-        calibrated.
+    def schemes(self, plan: ExportPlan) -> "Schemes":
+        """The target's table of how weights are stored, in the plan's precision: all in float32."""
+        from ssdevice.export.weights import FLOAT32, Schemes  # which imports torch
 
-        ``factor``: it is one of the two of a low-rank term.
-        """
-        return None
+        return Schemes(FLOAT32)
 
     def check(self, plan: ExportPlan) -> None:  # noqa: B027  most targets take every plan
         """Raise ConfigError for apps that cannot share a bundle of this target."""

@@ -149,7 +149,8 @@ def state_shape(geometry: Geometry) -> tuple[int, int, int, int]:
 
 def example_inputs(spec: FunctionSpec) -> tuple[Tensor, ...]:
     """Inputs to trace a function with."""
-    return tuple(
-        torch.ones([int(size) for size in one.shape], dtype=getattr(torch, one.dtype))
-        for one in spec.inputs
-    )
+    inputs = []
+    for one in spec.inputs:
+        shape = [int(size) for size in one.shape]
+        inputs.append(torch.ones(shape, dtype=getattr(torch, one.dtype)))
+    return tuple(inputs)

@@ -20,6 +20,7 @@ from ssdevice.contract import ONE_ROW, PREFILL
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
+from ssdevice.export.weights import multiplies
 from ssdevice.model.families import family_of
 from ssdevice.model.loading import LoadedModel, adopt, build, load_hf
 from ssdevice.model.lora import LoraLinear
@@ -109,7 +110,7 @@ def open_slots(layers: nn.ModuleList) -> None:
         if isinstance(owner, LoraLinear):
             continue
         for name, child in list(owner.named_children()):
-            if isinstance(child, nn.Linear):
+            if multiplies(child):
                 setattr(
                     owner,
                     name,

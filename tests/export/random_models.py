@@ -104,7 +104,8 @@ def run(count: int) -> int:
                 refused += 1
                 print(f"refused: {what}", flush=True)
     print(
-        f"{refused} of {count} models were refused; {with_kernels if compiled else 0} ran with our kernels"
+        f"{refused} of {count} models were refused; {with_kernels if compiled else 0} ran with "
+        "our kernels"
     )
     return refused
 

@@ -1,4 +1,4 @@
-"""Embedding, heads and factors of a function have roles, made from the model object."""
+"""Every weight of a function has a role, made from the model object."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import PLAIN, STEP, Geometry
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
 from ssdevice.export.variants import open_slots
+from ssdevice.export.weights import FLOAT32, Part, Role, Schemes, by_name, stored
 from ssdevice.model.loading import build
-from ssdevice.model.roles import Part, Role, roles_of
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
 from tests.model.tiny import LAYERS, VOCAB, tiny_model
@@ -31,8 +31,14 @@ def form_of(model: StreamModel) -> nn.Module:
     return ExternalCacheForm(name, function_module(name, model, geometry, Schedule.DEFERRED), heads)
 
 
+def roles_of(form: nn.Module) -> dict[str, Role]:
+    """The roles of a form's weights by their names in it."""
+    table = by_name(form, stored(form, Schemes(FLOAT32)))
+    return {name: one.role for name, one in table.items()}
+
+
 @pytest.mark.parametrize("view", [lambda model: model, exportable])
-def test_what_is_stored_in_another_way_has_its_role(
+def test_every_weight_has_its_role(
     view: Callable[[StreamModel], StreamModel],
 ) -> None:
     model = build(tiny_model("llama"), CONFIG, 32)
@@ -40,7 +46,8 @@ def test_what_is_stored_in_another_way_has_its_role(
     form = form_of(view(model))
     roles = roles_of(form)
     layers = "module.model.backbone.layers"
-    assert f"{layers}.2.self_attn.q_proj.base.weight" not in roles
+    assert roles[f"{layers}.2.self_attn.q_proj.base.weight"] == Role(Part.QUERY)
+    assert roles[f"{layers}.0.mlp.down_proj.weight"] == Role(Part.DOWN)
     assert roles["module.model.backbone.lm_head.weight"] == Role(Part.HEAD)
     assert roles["module.model.backbone.embed_tokens.weight"] == Role(Part.EMBEDDING)
     # A stream adapter is found in the layers and in the streams; its name in the adapter folder is
@@ -48,7 +55,7 @@ def test_what_is_stored_in_another_way_has_its_role(
     down = Role(Part.FACTOR, SlotKind.STREAM, "adapters.2-self_attn-q_proj")
     assert roles[f"{layers}.2.self_attn.q_proj.adapter.down.weight"] == down
     assert roles["module.model.streams.adapters.2-self_attn-q_proj.down.weight"] == down
-    own = Role(Part.FACTOR, SlotKind.STREAM, "f", up=True, own=True)
+    own = Role(Part.OWN_FACTOR, SlotKind.STREAM, "f", up=True)
     assert roles["module.model.streams.f.up.weight"] == own
 
 

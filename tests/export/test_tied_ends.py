@@ -1,4 +1,4 @@
-"""A LoRA on one end of tied embeddings changes only that end, as with PEFT when it is not merged."""
+"""A LoRA on one end of tied embeddings changes only that end, as PEFT does without merging."""
 
 from __future__ import annotations
 

@@ -105,10 +105,10 @@ class TorchCache(Cache):
         }
 
     def rows(self, start: int, end: int) -> NDArray[Any]:
-        held = [
-            torch.stack([self.state[name][i] for i in range(self.engine.geometry.layers)])
-            for name in (KEYS, VALUES)
-        ]
+        layers = range(self.engine.geometry.layers)
+        held = []
+        for name in (KEYS, VALUES):
+            held.append(torch.stack([self.state[name][i] for i in layers]))
         return rows_of_state(*(part.numpy() for part in held), start, end)
 
 

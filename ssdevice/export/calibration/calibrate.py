@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,38 +18,38 @@ from ssdevice.export.calibration.rows import Rows, tokenized
 from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
 from ssdevice.export.exporter import Exporter, ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
+from ssdevice.export.weights import Schemes, multiplies, stored
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import low_rank_factors
 from ssdevice.text.tokenizer import Sample
-
-GridOf = Callable[[nn.Linear, bool], Grid | None]
 
 
 @torch.no_grad()
 def calibrate(
-    model: StreamModel, rows: Sequence[Sample], grid_of: GridOf, report: Callable[[int], None]
+    model: StreamModel, rows: Sequence[Sample], schemes: Schemes, report: Callable[[int], None]
 ) -> None:
-    """Give every linear of the layers that has a grid weights on it.
+    """Give every linear of the layers whose scheme has a grid weights on it.
 
-    ``grid_of(linear, factor)``: ``factor`` says whether it is one of a low-rank term. ``report``
-    hears which layer begins. Raises SSDeviceError for rows on which the model computes numbers that
-    are not finite.
+    ``schemes``: the target's table. ``report`` hears which layer begins. Raises SSDeviceError for
+    rows on which the model computes numbers that are not finite.
     """
     passing = Rows(model, rows)
-    factors = low_rank_factors(model)
+    grid_of = {
+        module: one.scheme.grid
+        for one in stored(model, schemes)
+        for module in one.modules
+        if one.scheme.grid is not None and multiplies(module)
+    }
     for number, layer in enumerate(model.backbone.layers):
         report(number)
-        linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
-        grids = {
-            part: grid for part in linears if (grid := grid_of(part, part in factors)) is not None
-        }
+        grids = {part: grid_of[part] for part in layer.modules() if part in grid_of}
         with _moments(list(grids)) as moments:
             passing.run(number, advance=False)
         for group in _alike(moments, grids):
             if not moments[group[0]].isfinite().all():
                 raise SSDeviceError(
-                    f"calibration: layer {number} gives values that are not finite; see the rows' text"
+                    f"calibration: layer {number} gives values that are not finite; see the rows' "
+                    "text"
                 )
             values = calibrated(
                 torch.cat([part.weight for part in group]), moments[group[0]], grids[group[0]]
@@ -72,7 +71,7 @@ def _moments(linears: Sequence[nn.Linear]) -> Iterator[dict[nn.Linear, Tensor]]:
     last: list[tuple[Tensor, Tensor]] = []  # several linears read one input
 
     def read(part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(part, nn.Linear)
+        assert multiplies(part)
         if not last or last[0][0] is not inputs[0]:
             x = inputs[0].reshape(-1, part.in_features)
             last[:] = [(inputs[0], x.T @ x)]
@@ -156,12 +155,11 @@ def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     model = job.loaded.model
     plan = job.plan
     total = len(model.backbone.layers)
-    grid_of = partial(target.grid, plan)
     rows = tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context)
     calibrate(
         model,
         rows,
-        grid_of,
+        target.schemes(plan),
         lambda layer: job.report("calibrate", layer, total, f"layer {layer + 1}"),
     )
     job.report("calibrate", total, total, "")
@@ -171,6 +169,8 @@ def calibration_notes(plan: ExportPlan) -> tuple[str, ...]:
     if not plan.calibration:
         return ()
     whose = "the app's rows" if plan.merged else "rows of the apps, without their adapters"
-    return (
-        f"{plan.options.quant} weights of the layers were calibrated on {len(plan.calibration)} of {whose}",
+    note = (
+        f"{plan.options.quant} weights of the layers were calibrated on "
+        f"{len(plan.calibration)} of {whose}"
     )
+    return (note,)

@@ -9,6 +9,7 @@ exact in float16, and XNNPACK keeps no more of them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,48 +18,87 @@ Anchors = tuple[Tensor, Tensor, Tensor]
 """Of blocks ``[.., n]``: the anchor's place in its block ``[..]``, its code ``[..]``, and the scale
 ``[..]``.
 """
+Anchor = Callable[[Tensor, int, int], Anchors]
+"""How a target finds the anchors of ``blocks [.., n]``, given its lowest and highest code."""
 
 
-def lowest(blocks: Tensor) -> Anchors:
-    """Of ``blocks [.., n]`` the largest magnitude gets code -8, whatever its sign: the scale takes
-    the sign over.
+def lowest(blocks: Tensor, low: int, high: int) -> Anchors:
+    """The largest magnitude gets the lowest code, whatever its sign: the scale takes that over."""
+    return _anchored(blocks, blocks.abs(), low, low)
+
+
+def symmetric(blocks: Tensor, low: int, high: int) -> Anchors:
+    """The largest magnitude gets the code at the end of its sign; no other code is beyond."""
+    return _anchored(blocks, blocks.abs(), low, high)
+
+
+def unclipped(blocks: Tensor, low: int, high: int) -> Anchors:
+    """The lowest code for a negative weight, the highest for a positive one, whichever needs the
+    larger scale.
     """
-    return _anchored(blocks, blocks.abs(), -8.0, -8.0)
-
-
-def symmetric(blocks: Tensor) -> Anchors:
-    """Of ``blocks [.., n]`` the largest magnitude gets code -7 or 7; no other code is beyond."""
-    return _anchored(blocks, blocks.abs(), -7.0, 7.0)
-
-
-def unclipped(blocks: Tensor) -> Anchors:
-    """Of ``blocks [.., n]``: code -8 for a negative weight, 7 for a positive one, whichever needs
-    the larger scale.
-    """
-    return _anchored(blocks, torch.where(blocks < 0, blocks / -8, blocks / 7), -8.0, 7.0)
+    return _anchored(blocks, torch.where(blocks < 0, blocks / low, blocks / high), low, high)
 
 
 def _anchored(blocks: Tensor, reach: Tensor, negative: float, positive: float) -> Anchors:
     """The weight with the largest ``reach`` gets the code of its sign."""
     at = reach.argmax(-1)
     peak = blocks.gather(-1, at[..., None])[..., 0]
-    code = torch.where(peak < 0, negative, positive)
+    code = torch.where(peak < 0, float(negative), float(positive))
     return at, code, peak / code
+
+
+class Rounded(NamedTuple):
+    """A matrix ``[N, inputs]`` on a grid: ``codes [N, blocks, block]`` int8, ``scale [N, blocks]``
+    float32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    inputs: int
+
+    def dequantized(self) -> Tensor:
+        """``[N, inputs]`` float32."""
+        values = self.codes.float().mul_(self.scale[..., None])
+        return values.reshape(len(values), -1)[:, : self.inputs]
 
 
 @dataclass(frozen=True)
 class Grid:
     """``block``: inputs that share a scale, None for all of a row.
 
-    ``anchors``: how a target finds scales.
-
-    ``low``, ``high``: its codes.
+    ``anchor``: how a target finds scales. ``low``, ``high``: its codes. ``scales``: the type whose
+    numbers scales are. ``empty``: the scale of a block of zeros.
     """
 
     block: int | None
-    anchors: Callable[[Tensor], Anchors]
+    anchor: Anchor
     low: int
     high: int
+    scales: torch.dtype = torch.float32
+    empty: float = 1.0
+
+    def blocks(self, weight: Tensor) -> Tensor:
+        """``[N, inputs] -> [N, blocks, block]``, padded with zeros."""
+        outputs, inputs = weight.shape
+        block = self.block or inputs
+        padded = torch.nn.functional.pad(weight, (0, -inputs % block))
+        return padded.reshape(outputs, -1, block)
+
+    def anchors(self, blocks: Tensor) -> Anchors:
+        """What fixes the scales of ``blocks [.., n]``."""
+        return self.anchor(blocks, self.low, self.high)
+
+    def levels(self, values: Tensor, scale: Tensor) -> Tensor:
+        """The nearest codes, as floats: the only place where weights are rounded to integers."""
+        return (values / scale).round_().clamp_(self.low, self.high)
+
+    def rounded(self, weight: Tensor) -> Rounded:
+        """``weight [N, inputs]`` rounded to nearest."""
+        blocks = self.blocks(weight)
+        scale = self.anchors(blocks)[2].to(self.scales).float()
+        step = torch.where(scale != 0, scale, 1.0)
+        codes = self.levels(blocks, step[..., None]).to(torch.int8)
+        return Rounded(codes, torch.where(scale != 0, scale, self.empty), weight.shape[1])
 
 
 DAMPING = 0.01
@@ -81,9 +121,7 @@ def calibrated(weight: Tensor, moments: Tensor, grid: Grid) -> Tensor:
     outputs, inputs = weight.shape
     block = grid.block or inputs
     blocks = -(-inputs // block)
-    padded = torch.nn.functional.pad(weight, (0, blocks * block - inputs)).reshape(
-        outputs, blocks, block
-    )
+    padded = grid.blocks(weight)
     importance = torch.nn.functional.pad(moments.diagonal(), (0, blocks * block - inputs)).reshape(
         blocks, block
     )
@@ -110,7 +148,7 @@ def _scales(blocks: Tensor, importance: Tensor, largest: Tensor, grid: Grid) -> 
     for shrink in SHRINK:
         tried = (largest * shrink).bfloat16().float()
         tried = torch.where(tried == 0, 1.0, tried)
-        rounded = (blocks / tried[..., None]).round().clamp(grid.low, grid.high) * tried[..., None]
+        rounded = grid.levels(blocks, tried[..., None]) * tried[..., None]
         cost = ((rounded - blocks).square() * importance).sum(-1)
         better = cost < best
         best, scale = torch.where(better, cost, best), torch.where(better, tried, scale)
@@ -140,7 +178,7 @@ def _fed_back(
         last = min(first + CHUNK, len(rest))
         errors = torch.zeros(last - first, rest.shape[1])
         for i in range(first, last):
-            code = (rest[i] / scale[i]).round_().clamp_(grid.low, grid.high)
+            code = grid.levels(rest[i], scale[i])
             code = torch.where(forced[i].isnan(), code, forced[i])
             out[i] = code * scale[i]
             error = (rest[i] - out[i]) / feedback[i, i]

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.export.calibration.rows import Rows
+from ssdevice.export.weights import multiplies
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import StreamRowAdapter
 from ssdevice.text.tokenizer import ChatTokenizer, Sample
 
-NOTE = "outliers of channels are moved into the weights of the linears that read them, so that rounded rows are even"
+NOTE = (
+    "outliers of channels are moved into the weights of the linears that read them, "
+    "so that rounded rows are even"
+)
 """The note in a bundle whose model was smoothed.
 
 It is a part of the format, because `verify --model` looks for it.
@@ -32,17 +36,20 @@ SAME = 1e-3
 float rounding.
 """
 TEXTS = (
-    "How do I keep bread fresh? Wrap it in a cloth, keep it in a dry place, and do not put it into the fridge.",
+    "How do I keep bread fresh? Wrap it in a cloth, keep it in a dry place, and do not put it into "
+    "the fridge.",
     "def mean(values):\n    return sum(values) / len(values)\n\nprint(mean([3, 5, 10]))  # 6.0",
-    "The train leaves at 17:45 and takes 2 hours and 20 minutes, so it arrives at 20:05. A ticket costs $48.90.",
-    "name: Ann, age: 31, city: Zürich; name: Tomás, age: 27, city: Lima. Wie viele Personen sind älter als 30?",
+    "The train leaves at 17:45 and takes 2 hours and 20 minutes, so it arrives at 20:05. A ticket "
+    "costs $48.90.",
+    "name: Ann, age: 31, city: Zürich; name: Tomás, age: 27, city: Lima. Wie viele Personen sind "
+    "älter als 30?",
 )
 """Which channels are large hardly depends on the text; which neurons of an MLP are does."""
 
 
 @dataclass
 class _Read:
-    """What some linears read in common: its largest values by channel, and those of their weights."""
+    """What some linears read: its largest values by channel, and those of their weights."""
 
     linears: dict[nn.Linear, None] = field(default_factory=dict)
     rows: Tensor | None = None
@@ -118,7 +125,7 @@ def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | No
         last[norm] = out
 
     def reads(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(linear, nn.Linear)
+        assert multiplies(linear)
         writer = next((norm for norm, out in last.items() if out is inputs[0]), None)
         known = found.setdefault(writer, [])
         own = next((read for read in known if writer is not None or linear in read.linears), None)
@@ -131,7 +138,7 @@ def _reads(model: StreamModel, layer: nn.Module) -> Iterator[dict[nn.Module | No
 
     with ExitStack() as hooks:
         for part in layer.modules():
-            if isinstance(part, nn.Linear):
+            if multiplies(part):
                 hooks.enter_context(part.register_forward_pre_hook(reads))
             elif getattr(getattr(part, "weight", None), "ndim", 0) == 1:  # a norm
                 hooks.enter_context(part.register_forward_hook(wrote))
@@ -158,18 +165,13 @@ def _pairs(
     """
     for norm, reads in found.items():
         if norm is not None:
-            values = list(norm.parameters(recurse=False))
             # Some families store a norm's weight less one.
-            yield (
-                reads[0],
-                [
-                    [(p, offset if p is norm.weight else 0.0) for p in values]
-                    for offset in (0.0, 1.0)
-                ],
-            )
+            yield reads[0], [_norm(norm, offset) for offset in (0.0, 1.0)]
     for owner in layer.modules():
-        parts = [linears for part in owner.children() if (linears := _linears(part))]
-        for own in parts if not isinstance(owner, StreamRowAdapter) else ():
+        if isinstance(owner, StreamRowAdapter):
+            continue
+        parts = [linears for linears in map(_linears, owner.children()) if linears]
+        for own in parts:
             read = next(
                 (read for read in found[None] if read.rows is not None and own[0] in read.linears),
                 None,
@@ -186,12 +188,18 @@ def _pairs(
                 yield _Read(columns, read.rows, read.weights), [one for one in others if one]
 
 
+def _norm(norm: nn.Module, offset: float) -> Written:
+    """The parameters of a norm, if its weight is used with ``offset`` added."""
+    values = norm.parameters(recurse=False)
+    return [(value, offset if value is norm.weight else 0.0) for value in values]
+
+
 def _linears(part: nn.Module) -> list[nn.Linear]:
     """A linear, and what stream rows have beside it or instead of it."""
-    if isinstance(part, nn.Linear):
+    if multiplies(part):
         return [part]
-    if isinstance(part, StreamRowAdapter) and isinstance(part.base, nn.Linear):
-        return [inner for inner in part.modules() if isinstance(inner, nn.Linear)]
+    if isinstance(part, StreamRowAdapter) and multiplies(part.base):
+        return [inner for inner in part.modules() if multiplies(inner)]
     return []
 
 

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 
 from ssdevice.config import Schedule
 from ssdevice.contract import LOGITS, PLAIN, STEP, CacheForm, FunctionSpec
 from ssdevice.errors import SSDeviceError, first_line
-from ssdevice.export.calibration.grid import Grid
-from ssdevice.export.coreai.weights import GROUP, INT4_GRID, stored
+from ssdevice.export.coreai.weights import schemes, stored
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import (
     Exporter,
@@ -32,6 +30,7 @@ from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm, example_inputs
+from ssdevice.export.weights import Schemes
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.coreai.engine import CACHE_DTYPE, MODEL, CoreAIEngine
 
@@ -99,8 +98,8 @@ class CoreAIExporter(Exporter):
     def check(self, plan: ExportPlan) -> None:
         check_functions(plan)
 
-    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
-        return None if factor or linear.in_features % GROUP else INT4_GRID
+    def schemes(self, plan: ExportPlan) -> Schemes:
+        return schemes(plan.options.quant)
 
     def export(self, job: ExportJob, folder: Path) -> TargetResult:
         plan = job.plan
@@ -147,8 +146,10 @@ class CoreAIExporter(Exporter):
                 "only weights are rounded: activations, products and the cache are float32"
             )
         if plan.geometry.capacity >= LARGE_CACHE:
-            what = f"the cache has {plan.geometry.capacity} rows; from {LARGE_CACHE} on phones are reported to fail"
-            notes.append(f"{what}: choose a smaller --context for them")
+            notes.append(
+                f"the cache has {plan.geometry.capacity} rows; from {LARGE_CACHE} on phones are "
+                "reported to fail: choose a smaller --context for them"
+            )
         apps = app_results(plan, table)
         return TargetResult(
             {MODEL: ASSET}, CacheForm.INTERNAL, CACHE_DTYPE, tuple(notes), TOOLS, apps, followed

@@ -9,22 +9,27 @@ stored, by the operators that coreai-torch stores compressed weights with. What 
 tuple, also if it is one tensor, which torch would not let change its type.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ssdevice.export import weights
 from ssdevice.export.calibration.grid import Grid, symmetric
 from ssdevice.export.plan import INT8_HEAD, Quant
+from ssdevice.export.weights import FLOAT32, KEPT, Part, Rows, Scheme, Schemes, Stored
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import low_rank_factors
 
 GROUP = 32
 """Inputs that share a scale in 4 bits."""
-INT4_GRID = Grid(GROUP, symmetric, -7, 7)
-"""What ``Integers`` rounds to in 4 bits."""
+TURNED = Scheme("float32, turned", 32)
+HALF = Scheme("float16", 16)
+EIGHT = Grid(None, symmetric, -127, 127)
+INT8 = Scheme("int8", 8, EIGHT.rounded)
+INT4 = Scheme.on("int4", 4, Grid(GROUP, symmetric, -7, 7))
 DTYPES = {8: torch.int8, 4: torch.int4}  # type: ignore[attr-defined]
 
 
@@ -55,27 +60,20 @@ class Halves(nn.Module):
 
 
 class Integers(nn.Module):
-    """A matrix in integers of ``bits``; a scale belongs to ``group`` inputs of an output, or to all
-    (None).
-    """
+    """A matrix in integers, as its ``scheme`` rounds it."""
 
-    def __init__(self, bits: int, group: int | None) -> None:
+    def __init__(self, scheme: Scheme) -> None:
         super().__init__()
-        self.bits = bits
-        self.group = group
+        self.scheme = scheme
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Integers ``[outputs, inputs]`` in int8, and scales ``[outputs, groups]``."""
-        outputs, inputs = weight.shape
-        groups = weight.detach().reshape(outputs, -1, self.group or inputs)
-        largest = 2 ** (self.bits - 1) - 1
-        scale = groups.abs().amax(-1) / largest
-        scale = torch.where(scale > 0, scale, 1.0)
-        codes = torch.round(groups / scale[..., None]).clamp(-largest, largest)
-        return codes.to(torch.int8).reshape(outputs, inputs), scale
+        assert self.scheme.rounds is not None
+        made = self.scheme.rounds(weight.detach())
+        return made.codes.reshape(weight.shape), made.scale
 
     def forward(self, codes: Tensor, scale: Tensor) -> Tensor:
-        form = DTYPES[self.bits]
+        form = DTYPES[self.scheme.bits]
         dense: Tensor = torch.ops.coreai.constexpr_blockwise_shift_scale(
             codes, scale, None, None, form, None
         )
@@ -92,17 +90,18 @@ def stored(model: StreamModel, quant: Quant, values: bool = False) -> Iterator[t
     """
     import coreai_torch._compression.custom_layers  # noqa: F401  defines the operator
 
-    forms, notes = _forms(model, quant)
-    before = {part: part.weight for part in forms}
-    for part, form in forms.items():
-        part.weight = nn.Parameter(
-            before[part].detach(), requires_grad=False
-        )  # integers have no gradients
+    table = weights.stored(model, schemes(quant))
+    forms = {part: _form(one.scheme) for one in table for part in one.modules}
+    parts = {part: form for part, form in forms.items() if form is not None}
+    before = {part: cast(Tensor, part.weight) for part in parts}
+    for part, form in parts.items():
+        # Integers have no gradients.
+        part.weight = nn.Parameter(before[part].detach(), requires_grad=False)
         parametrize.register_parametrization(part, "weight", form, unsafe=True)
         if values:
             parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
     try:
-        yield notes
+        yield _notes(table, quant)
     finally:
         for part, weight in before.items():
             if not values:
@@ -111,31 +110,31 @@ def stored(model: StreamModel, quant: Quant, values: bool = False) -> Iterator[t
             part.weight = weight
 
 
-def _forms(
-    model: StreamModel, quant: Quant
-) -> tuple[dict[nn.Linear | nn.Embedding, nn.Module], tuple[str, ...]]:
-    """How each matrix is stored, and notes. Low-rank factors stay float32: they are small."""
-    embedding = model.backbone.embed_tokens
-    notes = []
-    low_rank = low_rank_factors(model)
-    whole = (model.backbone.lm_head, model.draft_head, embedding)
-    forms: dict[nn.Linear | nn.Embedding, nn.Module] = {}
-    for name, part in model.named_modules():
-        if not isinstance(part, (nn.Linear, nn.Embedding)) or part in low_rank:
-            continue
-        if quant is Quant.FP32:
-            if isinstance(part, nn.Linear) and part.weight is not embedding.weight:
-                forms[part] = Turned()
-        elif quant is Quant.FP16:
-            forms[part] = Halves()
-        else:
-            eight = quant is Quant.INT8 or part in whole
-            uneven = part.weight.shape[1] % GROUP > 0
-            forms[part] = Integers(8, None) if eight or uneven else Integers(4, GROUP)
-            if uneven and not eight:
-                notes.append(
-                    f"{name} has {part.weight.shape[1]} inputs, not a multiple of {GROUP}: int8, not int4"
-                )
-    if quant is Quant.INT4:
-        notes.append(INT8_HEAD)
-    return forms, tuple(notes)
+def schemes(quant: Quant) -> Schemes:
+    """The table of this target. Low-rank factors stay float32: they are small."""
+    factors: Rows = {Part.FACTOR: KEPT, Part.OWN_FACTOR: KEPT}
+    if quant is Quant.FP32:
+        return Schemes(TURNED, {**factors, Part.EMBEDDING: FLOAT32})
+    if quant is Quant.FP16:
+        return Schemes(HALF, {**factors, Part.EMBEDDING: HALF})
+    ends: Rows = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
+    return Schemes(INT8 if quant is Quant.INT8 else INT4, {**factors, **ends}, uneven=INT8)
+
+
+def _form(scheme: Scheme) -> nn.Module | None:
+    """How a matrix is computed from what is stored; None: it is stored as it is."""
+    if scheme is TURNED:
+        return Turned()
+    if scheme is HALF:
+        return Halves()
+    return None if scheme.floats else Integers(scheme)
+
+
+def _notes(table: Sequence[Stored], quant: Quant) -> tuple[str, ...]:
+    uneven = (
+        f"{one.owner} has {one.weight.shape[1]} inputs, not a multiple of {GROUP}: int8, not int4"
+        for one in table
+        if one.uneven
+    )
+    ends = (INT8_HEAD,) if quant is Quant.INT4 else ()
+    return (*uneven, *ends, *weights.floats_note(weights.unlisted(table)))

@@ -29,11 +29,12 @@ from ssdevice.export.mlprogram.half import half_precision
 from ssdevice.export.mlprogram.options import ComputeUnits, CoreMLOptions, Deployment, KVWrite
 from ssdevice.export.mlprogram.program import ct, quiet, to_model, to_program
 from ssdevice.export.mlprogram.stored import Sketches, adopt_weights, drop_matrices
-from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compressed, MLProgramExporter, compress
+from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compression, MLProgramExporter
 from ssdevice.export.parity.gate import HALF_JITTER, check, check_each
 from ssdevice.export.parity.products import FLOAT16
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.export.state_form import InternalCacheForm, Write, example_inputs
+from ssdevice.export.weights import floats_note, stored, unlisted
 from ssdevice.memory import free_memory
 from ssdevice.mil.audit import audit
 from ssdevice.mil.program import Program
@@ -49,10 +50,17 @@ WRITES: dict[KVWrite, Write] = {
 
 
 def convert(
-    name: str, model: StreamModel, geometry: Geometry, schedule: Schedule, chosen: CoreMLOptions
+    name: str,
+    model: StreamModel,
+    geometry: Geometry,
+    schedule: Schedule,
+    chosen: CoreMLOptions,
+    compression: Compression | None = None,
 ) -> Any:
     """One of the contract's functions as a coremltools program in float16, with the contract's
     tensor names.
+
+    ``compression``: stores its weights in fewer bits.
     """
     coreml_ops.register()
     spec = functions(geometry, CacheForm.INTERNAL, CACHE_DTYPE)[name]
@@ -70,7 +78,10 @@ def convert(
         types = [
             ct.TensorType(name=tensor.name, dtype=getattr(np, tensor.dtype)) for tensor in outputs
         ]
-        return to_program(program, types, chosen.deployment_target)
+        made = to_program(program, types, chosen.deployment_target)
+        if compression is not None:
+            compression.apply(program, made)
+        return made
 
 
 def save(
@@ -109,30 +120,31 @@ class CoreMLExporter(MLProgramExporter):
         table = function_names(plan)
         total = len({name for names in table.values() for name in names.values()})
         programs = dict[str, Any]()
-        known = Compressed()
-        precision = plan.options.quant, chosen.per_channel, plan.geometry.vocab
-        notes = list[str]()
+        compression = Compression()
         sizes = dict[str, int]()
+        kept = dict[str, int]()
         self.sketches: dict[str, Sketches] = {}
         for app, one in jobs(job):
             model = one.loaded.model
+            compression.table = stored(model, self.schemes(plan))
+            kept |= unlisted(compression.table)
             sizes[app.name] = adapter_bytes(model)
             for function, name in table[app.name].items():
                 if name not in programs:
                     job.report("write the graphs", len(programs), total + 1, name)
-                    made = convert(function, model, plan.geometry, plan.schedule, chosen)
-                    notes += [
-                        note for note in compress(made, *precision, known) if note not in notes
-                    ]
-                    programs[name] = made
+                    programs[name] = convert(
+                        function, model, plan.geometry, plan.schedule, chosen, compression
+                    )
                     free_memory()
             # Saving needs the memory, and the gate will take the package's values.
             self.sketches[app.name] = drop_matrices(model)
+            compression.table = ()
             free_memory()
         job.report("write the graphs", total, total + 1, "save")
         names = table[plan.apps[0].name]
         save(programs, package, names.get(STEP, names[PREFILL]), chosen.deployment_target)
-        del made, programs, known
+        notes = [*compression.notes, *floats_note(kept)]
+        del programs, compression
         free_memory()
         if not plan.merged:
             program = compact(package)

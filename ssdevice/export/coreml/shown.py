@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ssdevice.contract import KEYS, ROWS, VALUES, Geometry
-from ssdevice.export.mlprogram.stored import key_of
-from ssdevice.export.mlprogram.weights import short_name, weight_key
+from ssdevice.export.mlprogram.weights import key_of, short_name, weight_key
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import Call, Product, Shown
 from ssdevice.mil.program import Program
@@ -55,14 +54,11 @@ class CoreMLShown(Shown):
     def _products(self, function: str) -> list[tuple[str, str, str]]:
         """(weight, rows, result) of every linear, in order."""
         found = self.program.package.function(function)
-        keys = {
-            name: key
-            for name, kind in found.makers.items()
-            if (key := weight_key(kind, name)) is not None
-        }
-        weights = {
-            name: key if SHORT.fullmatch(key) else short_name(key) for name, key in keys.items()
-        }
+        weights = {}
+        for name, kind in found.makers.items():
+            key = weight_key(kind, name)
+            if key is not None:
+                weights[name] = key if SHORT.fullmatch(key) else short_name(key)
         linears = [operation for operation in found.operations if operation.kind == "linear"]
         pairs = [
             (operation.inputs["x"][0], operation.inputs["weight"][0], operation.output)

@@ -32,13 +32,14 @@ from ssdevice.export.mlprogram.options import CoreMLOptions
 from ssdevice.export.mlprogram.program import MAIN, ct, to_model, to_program
 from ssdevice.export.mlprogram.program import quiet as quiet_conversion
 from ssdevice.export.mlprogram.stored import adopt_weights
-from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compressed, MLProgramExporter, compress
+from ssdevice.export.mlprogram.weights import ONLY_WEIGHTS, Compression, MLProgramExporter
 from ssdevice.export.parity.gate import HALF_JITTER, check
 from ssdevice.export.parity.products import FLOAT32
 from ssdevice.export.parity.traced import follow_traced
 from ssdevice.export.plan import ExportPlan, Quant
 from ssdevice.export.quiet import quiet
 from ssdevice.export.state_form import InternalCacheForm, example_inputs
+from ssdevice.export.weights import floats_note, stored, unlisted
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.executorch.coreml_delegate import open_delegates
@@ -60,12 +61,11 @@ def trace(name: str, spec: FunctionSpec, model: StreamModel, plan: ExportPlan) -
 
 
 @contextmanager
-def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
+def partitioner(plan: ExportPlan, compression: Compression) -> Iterator[Any]:
     """The partitioner for Core ML.
 
-    In this context its backend converts as the ``coreml`` target does.
-
-    ``notes`` receives deviations from the requested precision.
+    In this context its backend converts as the ``coreml`` target does, and ``compression`` stores
+    the weights.
     """
     from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
@@ -73,7 +73,6 @@ def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
 
     coreml_ops.register()
     chosen = plan.options.chosen(CoreMLOptions)
-    known: Compressed = {}
     units = ct.ComputeUnit[chosen.compute_units.value.upper()]
     oldest = ct.target[chosen.deployment_target.value]
     compile_specs = CoreMLBackend.generate_compile_specs(
@@ -96,8 +95,7 @@ def partitioner(plan: ExportPlan, notes: list[str]) -> Iterator[Any]:
             for dtype in outputs
         ]
         made = to_program(program, types, chosen.deployment_target)
-        found = compress(made, plan.options.quant, chosen.per_channel, plan.geometry.vocab, known)
-        notes.extend(note for note in found if note not in notes)
+        compression.apply(program, made)
         return to_model({MAIN: made}, MAIN, chosen.deployment_target)
 
     converted = patch.object(CoreMLBackend, "_convert_to_mlmodel", staticmethod(convert))
@@ -120,14 +118,15 @@ class CoreMLDelegateExporter(MLProgramExporter):
         def report(number: int, what: str) -> None:
             job.report("write the graphs", number, len(specs) + 2, what)
 
-        notes: list[str] = []
-        with partitioner(plan, notes) as parts:
+        compression = Compression(stored(job.loaded.model, self.schemes(plan)))
+        with partitioner(plan, compression) as parts:
             programs = traced(
                 specs, lambda name, spec: trace(name, spec, job.loaded.model, plan), report
             )
             # Weights are rounded later, by the conversion, so everything is float32 here.
             followed = follow_traced(job, specs, programs, FLOAT32, partial(report, len(specs)))
             delegated = lower(programs, parts, constants, folder / PROGRAM_FILE, report)
+        notes = [*compression.notes, *floats_note(unlisted(compression.table))]
         notes += [GIVES_LOGITS] if plan.options.chosen(ExecutorchOptions).logits else []
         notes += [ONLY_WEIGHTS] if plan.options.quant is not Quant.FP16 else []
         every = (*notes, *delegated)

@@ -10,7 +10,6 @@ from pathlib import Path
 import executorch  # noqa: F401  so that a missing package is noticed before a model is loaded
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from ssdevice.adapters.slots import LAYOUT_FILE, LAYOUT_ROLE
 from ssdevice.adapters.storage import write_tensors
@@ -18,16 +17,14 @@ from ssdevice.adapters.weights import AdapterWeights, fill
 from ssdevice.bundle.manifest import App
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm
-from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.executorch.lowering import constants_of, lower, partitioner, trace, traced
 from ssdevice.export.executorch.quantization import (
-    GROUP,
-    INT4_GRID,
     held_values,
     map_codes,
     quantized,
     release,
+    schemes,
 )
 from ssdevice.export.executorch.slots import check_apps, filled, set_adapter, slot_model, slots_of
 from ssdevice.export.executorch.speed import quick
@@ -39,6 +36,7 @@ from ssdevice.export.parity.products import FLOAT32, QUANTIZED
 from ssdevice.export.parity.traced import Recorder, follow_traced
 from ssdevice.export.plan import AppPlan, ExportPlan, Quant
 from ssdevice.export.variants import check_slots, write_slots
+from ssdevice.export.weights import Schemes
 from ssdevice.memory import free_memory
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
@@ -63,8 +61,8 @@ class ExecutorchExporter(Exporter):
     calibrates = frozenset({Quant.INT4})
     smooths = frozenset({Quant.INT8})
 
-    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
-        return None if factor or linear.in_features % GROUP else INT4_GRID
+    def schemes(self, plan: ExportPlan) -> Schemes:
+        return schemes(plan.options.quant)
 
     def check(self, plan: ExportPlan) -> None:
         if not plan.merged:
@@ -114,10 +112,7 @@ class ExecutorchExporter(Exporter):
                 followed = follow_traced(
                     reference, specs, programs, bounds, partial(report, len(specs))
                 )
-            products = {
-                name: [weight for weight, *_ in Recorder(made).linears]
-                for name, made in programs.items()
-            }
+            products = {name: Recorder(made).weights for name, made in programs.items()}
             programs |= set_adapter(model)
             delegated = lower(
                 programs, partitioner(), constants, file, report, dict(slots_of(model))

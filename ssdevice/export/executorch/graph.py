@@ -121,12 +121,10 @@ def delegation(name: str, program: ExportedProgram) -> str:
     from executorch.devtools.backend_debug import get_delegation_info
 
     found = get_delegation_info(program.graph_module)
-    operators = [
-        one
-        for one in found.delegation_by_operator.values()
-        if not any(free in one.op_type for free in FREE)
-    ]
-    outside = Counter({one.op_type: one.non_delegated for one in operators if one.non_delegated})
+    outside = Counter[str]()
+    for one in found.delegation_by_operator.values():
+        if one.non_delegated and not any(free in one.op_type for free in FREE):
+            outside[one.op_type] = one.non_delegated
     most = ", ".join(f"{operator} {count}" for operator, count in outside.most_common(SHOWN))
     inside = f"{found.num_delegated_nodes} operators in {found.num_delegated_subgraphs} delegates"
     return f"{name}: {inside}, {outside.total()} outside (most: {most})"

@@ -17,27 +17,72 @@ from torch import Tensor, nn
 
 from ssdevice.export.calibration.grid import Grid, unclipped
 from ssdevice.export.plan import INT8_HEAD, Quant
+from ssdevice.export.weights import (
+    FLOAT32,
+    KEPT,
+    Part,
+    Rows,
+    Scheme,
+    Schemes,
+    floats_note,
+    multiplies,
+    stored,
+    unlisted,
+)
 from ssdevice.memory import free_memory
 from ssdevice.model.mapped import mapped, released_after
 from ssdevice.model.mapped import release as release_mapped
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import low_rank_factors
 
 GROUP = 32
 """Weights that share a scale in 4 bits."""
-INT4_GRID = Grid(GROUP, unclipped, -8, 7)
-"""What ``quantized`` rounds to in 4 bits."""
+INT8 = Scheme("int8", 8)
+"""One scale per row; torchao rounds. Inputs of products have eight bits per row in both schemes."""
+INT4 = Scheme("int4", 4, grid=Grid(GROUP, unclipped, -8, 7))
+"""torchao rounds to values of this grid."""
+
+
+def schemes(quant: Quant) -> Schemes:
+    """The table of this target. Low-rank factors stay float32: they are small, and what they add is
+    smaller than the rounding of their input.
+    """
+    if quant is Quant.FP32:
+        return Schemes(FLOAT32)
+    ends: Rows = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
+    factors: Rows = {Part.FACTOR: KEPT, Part.OWN_FACTOR: KEPT}
+    return Schemes(INT8 if quant is Quant.INT8 else INT4, {**ends, **factors}, uneven=INT8)
 
 
 def quantized(model: StreamModel, quant: Quant) -> tuple[StreamModel, tuple[str, ...]]:
     """A copy of the model with linears and embedding that compute in torch what the lowered graph
-    computes.
+    computes, with notes on deviations from the requested precision.
 
-    With notes on deviations from the requested precision. Low-rank adapters stay float32: they are
-    small, and what they add is smaller than the rounding of their input.
+    torchao has tensors of its own, which it puts into each module that holds a weight: a tied head
+    and the embedding have one each.
     """
     if quant is Quant.FP32:
         return model, ()
+    # The new modules share what is not quantized; each weight that is, is replaced below.
+    model = copy.deepcopy(
+        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    )
+    table = stored(model, schemes(quant))
+    for one in table:
+        for module in one.modules if not one.scheme.floats else ():
+            _store(module, one.scheme)
+            release_mapped()
+    notes = [INT8_HEAD] if quant is Quant.INT4 else []
+    uneven = [one.owner for one in table if one.uneven]
+    if uneven:
+        notes.append(
+            f"{len(uneven)} linears are int8: their inputs are not a multiple of {GROUP} "
+            f"(first: {uneven[0]})"
+        )
+    return model, (*notes, *floats_note(unlisted(table)))
+
+
+def _store(module: nn.Module, scheme: Scheme) -> None:
+    """Replace a module's weight by torchao's tensor."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import (
@@ -45,41 +90,19 @@ def quantized(model: StreamModel, quant: Quant) -> tuple[StreamModel, tuple[str,
         IntxWeightOnlyConfig,
     )
 
-    # The new modules share what is not quantized; each weight that is, is replaced below.
-    model = copy.deepcopy(
-        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    )
+    if not multiplies(module):
+        rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+        quantize_(module, rows, filter_fn=lambda part, _: part is module)
+        return
+    own = module.weight.detach()  # not the one that a tied head shares
+    module.weight = nn.Parameter(own, requires_grad=False)
+    if scheme is INT4:
+        four_bits(module)
+        return
     eight = Int8DynamicActivationIntxWeightConfig(
         weight_dtype=torch.int8, weight_granularity=PerAxis(0)
     )
-    rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
-    backbone = model.backbone
-    uneven = []
-    low_rank = low_rank_factors(model)
-    for name, part in list(model.named_modules()):
-        if isinstance(part, nn.Linear) and part not in low_rank:
-            part.weight = nn.Parameter(
-                part.weight.detach(), requires_grad=False
-            )  # unties a tied head
-            whole = quant is Quant.INT8 or part in (backbone.lm_head, model.draft_head)
-            if not whole and part.in_features % GROUP:
-                uneven.append(name)
-                whole = True
-            if whole:
-                quantize_(part, eight)
-            else:
-                four_bits(part)
-            release_mapped()
-    if isinstance(backbone.embed_tokens, nn.Embedding):
-        quantize_(
-            backbone.embed_tokens, rows, filter_fn=lambda part, _: isinstance(part, nn.Embedding)
-        )
-    notes = [INT8_HEAD] if quant is Quant.INT4 else []
-    if uneven:
-        notes.append(
-            f"{len(uneven)} linears are int8: their inputs are not a multiple of {GROUP} (first: {uneven[0]})"
-        )
-    return model, tuple(notes)
+    quantize_(module, eight)
 
 
 def release(model: StreamModel, kept: StreamModel) -> None:

@@ -25,8 +25,8 @@ from ssdevice.errors import ConfigError
 from ssdevice.export.exporter import ExportJob
 from ssdevice.export.plan import AppPlan, ExportPlan
 from ssdevice.export.variants import template
+from ssdevice.export.weights import low_rank_terms
 from ssdevice.model.lora import LoraLinear
-from ssdevice.model.roles import low_rank_terms
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank
 from ssdevice.runtime.executorch.program import SET_ADAPTER
@@ -36,7 +36,7 @@ OWNER = "module.model"
 
 
 class SlotFactors(nn.Module):
-    """``LowRank`` whose factors are state: ``down [1, inputs, rank]``, ``up [1, rank, outputs]``."""
+    """``LowRank`` with factors as state: ``down [1, inputs, rank]``, ``up [1, rank, outputs]``."""
 
     down: Tensor
     up: Tensor
@@ -93,9 +93,10 @@ def check_apps(plan: ExportPlan) -> AppPlan:
         if app.settings is None and first.variant.lora:
             continue  # a LoRA without streams decodes plainly in the same slots
         if app.variant != first.variant:
-            both = f"{first.name!r} ({first.variant.described}) and {app.name!r} ({app.variant.described})"
             raise ConfigError(
-                f"apps {both} cannot share one ExecuTorch program; export a bundle for each"
+                f"apps {first.name!r} ({first.variant.described}) and {app.name!r} "
+                f"({app.variant.described}) cannot share one ExecuTorch program; export a bundle "
+                "for each"
             )
     return first
 
@@ -128,8 +129,10 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
         model.streams.register_buffer("identifiers", torch.zeros_like(identifiers))
     names = {id(part): name for name, part in model.named_modules()}
     # A LoRA without streams decodes plainly in the same slots as streams that act on main rows.
-    slots = tuple(
-        Slot(
+    slots = []
+    for term, part in made.items():
+        kind, source = terms[term]
+        slot = Slot(
             kind,
             (source,),
             part.down.shape[1],
@@ -137,20 +140,16 @@ def slot_model(job: ExportJob, read: Sequence[AdapterWeights]) -> tuple[StreamMo
             state=f"{OWNER}.{names[id(part)]}",
             rank=part.down.shape[2],
         )
-        for part, (kind, source) in ((part, terms[term]) for term, part in made.items())
-    )
+        slots.append(slot)
     state = f"{OWNER}.{IDENTIFIERS}" if model.streams is not None else ""
-    every = (variant, Variant(lora=False), *([Variant(lora=True)] if variant.lora else ()))
-    variants = tuple(
-        replace(
-            kind,
-            functions={name: name for name in kind.own(plan.function_names)},
-            slots=slots,
-            identifiers=state,
-        )
-        for kind in {kind.name: kind for kind in every}.values()
-    )
-    return model, SlotLayout(plan.identity.hidden_size, variants)
+    every = [variant, Variant(lora=False)]
+    if variant.lora:
+        every.append(Variant(lora=True))
+    variants = []
+    for one in {one.name: one for one in every}.values():
+        functions = {name: name for name in one.own(plan.function_names)}
+        variants.append(replace(one, functions=functions, slots=tuple(slots), identifiers=state))
+    return model, SlotLayout(plan.identity.hidden_size, tuple(variants))
 
 
 def _install(model: StreamModel, made: Mapping[LowRank, SlotFactors]) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ssdevice.errors import ParityError
+from ssdevice.export.weights import multiplies
 from ssdevice.model.mapped import release
 from ssdevice.model.step import StreamModel
 from ssdevice.runtime.executorch.file import Data, Graph, Table, read_program
@@ -41,15 +42,13 @@ def check_stored(file: Path, model: StreamModel, products: Mapping[str, Sequence
     may be missing in the delegates: they can be slots, or outside. Raises ParityError, and
     BundleError for a damaged file.
     """
-    owners = {
-        name: model.get_submodule(name.removesuffix(".weight"))
-        for names in products.values()
-        for name in names
-    }
-    called = {
-        function: [(name, owner) for name in names if isinstance(owner := owners[name], nn.Linear)]
-        for function, names in products.items()
-    }
+    called: dict[str, list[tuple[str, nn.Linear]]] = {}
+    for function, names in products.items():
+        called[function] = []
+        for name in names:
+            owner = model.get_submodule(name.removesuffix(".weight"))
+            if multiplies(owner):
+                called[function].append((name, owner))
 
     def compare(data: Data, program: Table) -> None:
         for plan in program.tables(1):
@@ -65,20 +64,19 @@ def check_stored(file: Path, model: StreamModel, products: Mapping[str, Sequence
 
 
 def _compare(method: str, called: list[tuple[str, nn.Linear]], stored: Iterator[Array]) -> None:
-    """Raise ParityError unless every stored weight is that of a linear, once for each of its calls."""
+    """Raise ParityError unless every stored weight is a linear's, once for each of its calls."""
     left = list(called)
     for number, weight in enumerate(stored):
-        if (
-            at := next((i for i, (_, linear) in enumerate(left) if _same(weight, linear)), None)
-        ) is None:
+        at = next((i for i, (_, linear) in enumerate(left) if _same(weight, linear)), None)
+        if at is None:
             alike = next(
                 (name for name, linear in left if weight.shape == tuple(linear.weight.shape)),
                 "any linear",
             )
-            what = f"product {number} of the delegates, {weight.shape[0]} by {weight.shape[1]}"
-            why = f"has another weight than {alike} and those after it"
             raise ParityError(
-                f"{method}: {what}, {why}: ExecuTorch stored something else than it was given"
+                f"{method}: product {number} of the delegates, {weight.shape[0]} by "
+                f"{weight.shape[1]}, has another weight than {alike} and those after it: "
+                "ExecuTorch stored something else than it was given"
             )
         del left[at]
         release()

@@ -16,7 +16,7 @@ from ssdevice.model.step import StreamModel
 MASK_VALUE = -1e4
 """Additive mask of an invisible row: float16 holds it, and a fully masked row stays finite."""
 SMALLEST_SCALE = 2.0**-6
-"""Rows with smaller values are scaled by it, because eps divided by its square still fits float16."""
+"""Rows with smaller values are scaled by it: eps divided by its square still fits float16."""
 
 
 class HalfNorm(nn.Module):

@@ -63,7 +63,9 @@ class CoreMLOptions(TargetOptions):
 
     owner: ClassVar[str] = "Core ML's"
     texts: ClassVar[Mapping[str, str]] = {
-        "kv_write": "how rows are written to the cache: at an offset, or by a mask where that fails",
+        "kv_write": (
+            "how rows are written to the cache: at an offset, or by a mask where that fails"
+        ),
         "per_channel": "int4 with a scale per channel, which the Neural Engine needs",
         "compute_units": "what hosts let Core ML use",
         "deployment_target": f"oldest system it runs on: {', '.join(Deployment)}",

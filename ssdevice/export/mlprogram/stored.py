@@ -2,17 +2,16 @@
 difference.
 """
 
-import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ssdevice.errors import ParityError
-from ssdevice.export.mlprogram.weights import short_name, weight_key
+from ssdevice.export import weights
+from ssdevice.export.mlprogram.weights import FLOAT16, key_of, short_name, weight_key
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.plan import Quant
 from ssdevice.mil.program import Program
@@ -24,6 +23,8 @@ CLOSE = {Quant.FP16: 0.005, Quant.INT8: 0.2, Quant.INT4: 0.7, Quant.PALETTE4: 0.
 It is well above the cost of rounding, even if outliers stretch the scales; a different matrix
 differs by 1.4.
 """
+FLOATS = weights.Schemes(FLOAT16)
+"""For a walk that asks only which weights there are."""
 Sketches = Mapping[str, Tensor]
 """Name of a matrix -> its ``sketch`` before its values were released."""
 
@@ -50,7 +51,7 @@ def adopt_weights(
     functions: Collection[str],
     quant: Quant | None = None,
     own: Sketches | None = None,
-) -> dict[nn.Parameter, Tensor]:
+) -> dict[Tensor, Tensor]:
     """Give every matrix of the model its values in these functions of a package, sharing the
     package's memory.
 
@@ -59,29 +60,31 @@ def adopt_weights(
     more than that costs: a reference with the package's weights would not notice.
     """
     where = program.package.path
-    adopted = dict[nn.Parameter, Tensor]()
+    adopted = dict[Tensor, Tensor]()
     stored = decompressed(program, functions)
-    for names, weight in _matrices(model).items():
+    for one in weights.stored(model, FLOATS):
+        names = one.names
+        weight = one.weight
         keys = [key for name in names for key in (key_of(name), short_name(key_of(name)))]
         if (array := next((stored[key] for key in keys if key in stored), None)) is None:
             raise ParityError(f"{where}: weight {names[0]} is not in the package")
         if array.shape != tuple(weight.shape):
             raise ParityError(
-                f"{where}: weight {names[0]} has shape {list(array.shape)}, not {list(weight.shape)}"
+                f"{where}: weight {names[0]} has shape {list(array.shape)}, "
+                f"not {list(weight.shape)}"
             )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the array is read-only, and the reference does not write
+            # The array is read-only, and the reference does not write.
+            warnings.simplefilter("ignore")
             tensor = torch.from_numpy(array)
         if quant is not None:
             wanted = own[names[0]] if own else sketch(weight.data)
             off = float((sketch(tensor) - wanted).norm() / wanted.norm().clamp_min(1e-12))
             if not off <= CLOSE[quant]:
-                what = (
-                    f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its size"
+                raise ParityError(
+                    f"{where}: weight {names[0]} differs from the model's by {off:.2g} of its "
+                    f"size, at most {CLOSE[quant]} can be rounding"
                 )
-                raise ParityError(f"{what}, at most {CLOSE[quant]} can be rounding")
         adopted[weight] = tensor.to(weight.dtype)
     before = {weight: weight.data for weight in adopted}
     for weight, values in adopted.items():
@@ -94,8 +97,9 @@ def drop_matrices(model: StreamModel) -> Sketches:
     it values.
     """
     sketches = {}
-    for names, weight in _matrices(model).items():
-        sketches[names[0]] = sketch(weight.data)
+    for one in weights.stored(model, FLOATS):
+        weight = one.weight
+        sketches[one.names[0]] = sketch(weight.data)
         weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
     return sketches
 
@@ -105,22 +109,8 @@ def sketch(matrix: Tensor) -> Tensor:
     it.
     """
     return matrix.detach().float() @ torch.randn(
-        matrix.shape[1], generator=torch.Generator().manual_seed(0)
+        matrix.shape[-1], generator=torch.Generator().manual_seed(0)
     )
-
-
-def key_of(name: str) -> str:
-    """A parameter's name after conversion."""
-    return re.sub(r"[^A-Za-z0-9_]", "_", name).lower()
-
-
-def _matrices(model: StreamModel) -> dict[tuple[str, ...], nn.Parameter]:
-    """Every matrix of a linear or embedding once, by all its names."""
-    found: dict[nn.Parameter, list[str]] = {}
-    for path, part in model.named_modules(remove_duplicate=False):  # stream adapters have two paths
-        if isinstance(part, (nn.Linear, nn.Embedding)):
-            found.setdefault(cast(nn.Parameter, part.weight), []).append(f"{path}.weight")
-    return {tuple(names): weight for weight, names in found.items()}
 
 
 def decompressed(program: Program, functions: Collection[str]) -> dict[str, Array]:
@@ -131,6 +121,6 @@ def decompressed(program: Program, functions: Collection[str]) -> dict[str, Arra
         for output, kind in program.package.function(name).makers.items():
             key = weight_key(kind, output)
             array = constants.get(output)
-            if key is not None and array is not None and array.ndim == 2:
+            if key is not None and array is not None and array.ndim >= 2:
                 found.setdefault(key, array)
     return found

@@ -8,18 +8,18 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ssdevice.model.roles import Role
+from ssdevice.export.weights import Role, Stored
 
 CONTRIB = "com.microsoft"
 OPSET = 23
-ROLE = "ssdevice.role"
-"""Metadata of a graph's weights while it is rewritten: their ``Role``."""
+STORED = "ssdevice.stored"
+"""Metadata of a graph's weights while it is rewritten: their rows of the model's table."""
 Shape = tuple[int | None, ...]
 
 
 @dataclass
 class Marked:
-    """A product: the parameters of its columns with how many each has, its rows and what comes out."""
+    """A product: the parameters of its columns with their numbers, its rows and what comes out."""
 
     weights: tuple[tuple[str, int], ...]
     source: ir.Value
@@ -173,7 +173,7 @@ class Editor:
 
 
 def shape_of(value: ir.Value | None) -> Shape | None:
-    """Sizes of a value, None for those unknown until run time; None if not even the rank is known."""
+    """Sizes of a value, None for those unknown until run time; None if the rank is unknown too."""
     if value is None or value.shape is None:
         return None
     return tuple(size if isinstance(size, int) else None for size in value.shape)
@@ -190,17 +190,23 @@ def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     return None if tensor is None else tensor.numpy()
 
 
-def tag(model: ir.Model, roles: Mapping[str, Role]) -> None:
-    """Note on the weights of a traced graph what they are."""
+def tag(model: ir.Model, table: Mapping[str, Stored]) -> None:
+    """Note on the weights of a traced graph, by their names in it, what they are."""
     for name, value in model.graph.initializers.items():
-        if name in roles:
-            value.meta[ROLE] = roles[name]
+        if name in table:
+            value.meta[STORED] = table[name]
+
+
+def stored_of(value: ir.Value | None) -> Stored | None:
+    """The row of a weight in the model's table; None for what no module of the model holds."""
+    found: Stored | None = value.meta.get(STORED) if value is not None else None
+    return found
 
 
 def role_of(value: ir.Value | None) -> Role | None:
     """What a weight is; None for what no module of the model holds."""
-    role: Role | None = value.meta.get(ROLE) if value is not None else None
-    return role
+    found = stored_of(value)
+    return found.role if found is not None else None
 
 
 def source_of(node: ir.Node, index: int = 0) -> ir.Value:

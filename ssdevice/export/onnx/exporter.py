@@ -1,20 +1,18 @@
 """The ONNX target: three graphs with the cache passed in as rows, one file of weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ssdevice.adapters.slots import IDENTIFIERS, LAYOUT_FILE, LAYOUT_ROLE, Slot, SlotLayout, Variant
 from ssdevice.bundle.manifest import App
 from ssdevice.config import Schedule
 from ssdevice.contract import CacheForm, FunctionSpec, TensorSpec
 from ssdevice.errors import UnsupportedModelError
-from ssdevice.export.calibration.grid import Grid
 from ssdevice.export.driver import EngineDriver
 from ssdevice.export.exporter import Exporter, ExportJob, TargetResult
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module
@@ -22,8 +20,7 @@ from ssdevice.export.onnx import tracing
 from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.files import WeightFile, app_functions, graph_file, save_graph
 from ssdevice.export.onnx.fused import add_norms, best_columns, join_regions
-from ssdevice.export.onnx.linears import SMALL
-from ssdevice.export.onnx.quantization import INT4_GRID, WeightStore, quantize, simulated
+from ssdevice.export.onnx.quantization import quantize, schemes, simulated
 from ssdevice.export.onnx.shown import OnnxShown, Written
 from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.parity.gate import FLOAT_JITTER, QUANTIZED_JITTER, check, check_each
@@ -36,7 +33,8 @@ from ssdevice.export.variants import (
     variants_of,
     write_slots,
 )
-from ssdevice.model.roles import roles_of
+from ssdevice.export.weights import Schemes, Stored, by_name, floats_note, stored, unlisted
+from ssdevice.model.step import StreamModel
 from ssdevice.runtime.engine import EngineOptions
 from ssdevice.runtime.onnx.adapter import ADAPTER_FILE, AdapterTensors, write_adapter
 from ssdevice.runtime.onnx.engine import OnnxEngine
@@ -67,8 +65,8 @@ class OnnxExporter(Exporter):
     calibrates = frozenset({Quant.INT4})
     smooths = frozenset({Quant.INT8})
 
-    def grid(self, plan: ExportPlan, linear: nn.Linear, factor: bool) -> Grid | None:
-        return INT4_GRID if linear.weight.numel() >= SMALL else None
+    def schemes(self, plan: ExportPlan) -> Schemes:
+        return schemes(plan.options.quant)
 
     def check(self, plan: ExportPlan) -> None:
         if not plan.merged:
@@ -91,12 +89,7 @@ class OnnxExporter(Exporter):
             files, apps = (_export_merged if plan.merged else _export_slots)(job, writer, folder)
         self.products = writer.products
         notes = [INT8_HEAD] if plan.options.quant is Quant.INT4 else []
-        kept = writer.store.kept
-        if kept:
-            names = ", ".join(sorted(kept)[:3]) + (", .." if len(kept) > 3 else "")
-            notes.append(
-                f"{len(kept)} weights ({sum(kept.values())} elements) stay floats: {names}"
-            )
+        notes += floats_note(writer.kept)
         return TargetResult(
             files, CacheForm.EXTERNAL, cache_dtype, (*notes, *job.notes), TOOLS, apps
         )
@@ -149,11 +142,12 @@ Files = tuple[dict[str, str], dict[str, App]]
 
 def _export_merged(job: ExportJob, writer: "GraphWriter", folder: Path) -> Files:
     specs = job.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
+    table = writer.table(job.loaded.model)
     files = {WEIGHTS: WEIGHTS_FILE}
     for number, (name, spec) in enumerate(specs.items()):
         job.report("write the graphs", number, len(specs), name)
         files[name] = f"{name}.onnx"
-        writer.write(trace(job, spec), spec, folder / files[name])
+        writer.write(trace(job, spec, table), spec, folder / files[name])
     return files, {}
 
 
@@ -168,13 +162,15 @@ def _export_slots(job: ExportJob, writer: "GraphWriter", folder: Path) -> Files:
     for variant, added in wanted:
         model = template(job, variant)
         specs = model.plan.functions(CacheForm.EXTERNAL, writer.cache_dtype)
+        table = writer.table(model.loaded.model, slotted=True)
         # The T = 1 graph of shared streams is that of a plain LoRA, so an adapter holds the slots
         # of both.
         book = SlotBook(plan.options.quant is not Quant.FP32, dict(plain.get(variant.lora, {})))
         for name in added:
             file = graph_file(name, variant)
             job.report("write the graphs", len(files) - 2, steps, f"{name} of {variant.name}")
-            writer.write(trace(model, specs[name], variant), specs[name], folder / file, book)
+            graph = trace(model, specs[name], table, variant)
+            writer.write(graph, specs[name], folder / file, book)
             files[f"{name}:{variant.name}"] = file
         plain.setdefault(variant.lora, book.slots)
         functions = app_functions(variant, plan.function_names)
@@ -203,15 +199,21 @@ class GraphWriter:
         self.weights = weights
         self.cache_dtype = cache_dtype
         self.argmax = argmax
-        self.store = WeightStore()
+        self.kept: dict[str, int] = {}
         self.products: dict[Path, list[Written]] = {}
+
+    def table(self, model: StreamModel, slotted: bool = False) -> list[Stored]:
+        """The table of a model's weights; those that no graph stores in integers are ``kept``."""
+        table = stored(model, schemes(self.plan.options.quant), slotted)
+        self.kept |= unlisted(table)
+        return table
 
     def write(
         self, edit: Editor, spec: FunctionSpec, file: Path, book: SlotBook | None = None
     ) -> None:
         """Rewrite, quantize and save a graph; with a ``book`` its low-rank terms become slots."""
         add_norms(edit)
-        quantize(edit, self.plan.options.quant, self.store, book)
+        quantize(edit, self.plan.options.quant, self.kept, book)
         if self.argmax:
             best_columns(edit)
         join_regions(edit)
@@ -224,8 +226,11 @@ class GraphWriter:
         save_graph(edit.model, spec, file, self.weights)
 
 
-def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) -> Editor:
-    """The graph of one function as it was traced, linears as placeholders.
+def trace(
+    job: ExportJob, spec: FunctionSpec, table: Sequence[Stored], variant: Variant | None = None
+) -> Editor:
+    """The graph of one function as it was traced, linears as placeholders, with the rows of the
+    model's ``table``.
 
     ``variant``: the stream identifiers, if it has any, are an input behind those of the contract.
     """
@@ -242,5 +247,5 @@ def trace(job: ExportJob, spec: FunctionSpec, variant: Variant | None = None) ->
         graph = tracing.trace(form, inputs, [tensor.name for tensor in spec.outputs])
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{plan.identity.model_type}: {spec.name}: {error}") from error
-    tag(graph.model, roles_of(form))
+    tag(graph.model, by_name(form, table))
     return graph

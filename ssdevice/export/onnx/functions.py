@@ -79,15 +79,17 @@ _INT8_EMBEDDING = """<whole> (ids, codes, scales) => (y) {
 RUNS = ("past_keys", "keys", "more_keys", "past_values", "values", "more_values")
 """Keys and values of attention."""
 _SHAPES = "\n".join(f"  {view}_shape = Constant <value_ints: ints = @{view}> ()" for view in VIEWS)
-# New keys and values are two runs [.., N D], the second maybe empty, past ones [P, N D], the mask [1, 1, R,
-# P + S] for all S new rows. The result is [1, R, N G D], its heads ordered by (key head, group member) as those of
-# the queries.
+# New keys and values are two runs [.., N D], the second maybe empty, past ones [P, N D], the mask
+# [1, 1, R, P + S] for all S new rows. The result is [1, R, N G D], its heads ordered by (key head,
+# group member) as those of the queries.
 #
-# FusedMatMul walks over keys and values head by head, as the cache holds them. The heads of a group are rows of one
-# matrix, so keys are read once per group, and the mask of one row serves all of them.
+# FusedMatMul walks over keys and values head by head, as the cache holds them. The heads of a group
+# are rows of one matrix, so keys are read once per group, and the mask of one row serves all of
+# them.
 #
-# WebAssembly's Softmax adds four numbers at a time and the last one to three after them. Three masked columns at the
-# end keep those that count out of there, so a sum does not depend on how many rows a call has.
+# WebAssembly's Softmax adds four numbers at a time and the last one to three after them. Three
+# masked columns at the end keep those that count out of there, so a sum does not depend on how many
+# rows a call has.
 _TREE_ATTENTION = f"""<kv_heads, scale, {", ".join(VIEWS)}> (q, {", ".join(RUNS)}, mask) => (y) {{
 {_SHAPES}
   new_keys = Reshape (keys, rows_shape)
@@ -126,15 +128,16 @@ _ROUNDED = "\n".join(
 )
 _GIVEN = ", ".join(f"{view}: ints = @{view}" for view in VIEWS)
 
-# x [.., R, K], codes [K, N] int8, scales [N], zero uint8 -> [.., R, N]. ``zero`` is 128 in the shape of the
-# rows' scales, [.., R, 1]. Attributes say over which ``axes`` a row's peak is taken, whether it keeps them
-# (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a single scale.
+# x [.., R, K], codes [K, N] int8, scales [N], zero uint8 -> [.., R, N]. ``zero`` is 128 in the
+# shape of the rows' scales, [.., R, 1]. Attributes say over which ``axes`` a row's peak is taken,
+# whether it keeps them (``keep``), and QuantizeLinear's ``axis`` and ``block``: one row has a
+# single scale.
 #
-# A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it should
-# be. MatMulIntegerToFloat takes one scale for all rows, so rows are scaled after it. A graph of one row does
-# the same, though it could save the Mul: (x * column) * row and x * (column * row) round differently, and
-# plain decoding would then differ from the step by an ulp, which the next rounding to eight bits turns into a
-# whole level.
+# A row of zeros has scale 0 and any codes: the product is multiplied by the scale, so it is 0 as it
+# should be. MatMulIntegerToFloat takes one scale for all rows, so rows are scaled after it. A graph
+# of one row does the same, though it could save the Mul: (x * column) * row and x * (column * row)
+# round differently, and plain decoding would then differ from the step by an ulp, which the next
+# rounding to eight bits turns into a whole level.
 _INT8_LINEAR = f"""<axes, keep, axis, block> (x, codes, scales, zero) => (y) {{
   size = Abs (x)
   over = Constant <value_ints: ints = @axes> ()
@@ -155,17 +158,23 @@ def _low_rank(linears: int) -> str:
 
     Its attributes are those of ``Int8Linear``.
     """
-    hs, ups, terms = ([f"{name}{i}" for i in range(linears)] for name in ("h", "up", "term"))
-    ranks, split = (
-        (["ranks"], [f"  {', '.join(hs)} = Split <axis = -1> (h, ranks)"])
-        if linears > 1
-        else ([], [])
-    )
-    each = zip(terms, hs if linears > 1 else ["h"], ups, strict=True)
-    products = "\n".join([*split, *(f"  {term} = MatMul ({h}, {up})" for term, h, up in each)])
-    return f"""<axes, keep, axis, block> ({", ".join(["base", "x", "down", "scales", "zero", *ranks, *ups])}) => (y) {{
+    numbers = range(linears)
+    ups = [f"up{i}" for i in numbers]
+    terms = [f"term{i}" for i in numbers]
+    hs = ["h"]
+    inputs = ["base", "x", "down", "scales", "zero", *ups]
+    steps = []
+    if linears > 1:
+        hs = [f"h{i}" for i in numbers]
+        inputs.insert(5, "ranks")
+        steps.append(f"  {', '.join(hs)} = Split <axis = -1> (h, ranks)")
+    for term, h, up in zip(terms, hs, ups, strict=True):
+        steps.append(f"  {term} = MatMul ({h}, {up})")
+    products = "\n".join(steps)
+    return f"""<axes, keep, axis, block> ({", ".join(inputs)}) => (y) {{
   h = {kernels.DOMAIN}.{kernels.INT8_FACTOR}
-    <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block> (x, down, scales, zero)
+    <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block>
+    (x, down, scales, zero)
 {products}
   term = Concat <axis = -1> ({", ".join(terms)})
   y = Add (base, term)
@@ -177,7 +186,8 @@ FUNCTIONS = {
     # stays behind the view: ONNX Runtime would make it part of the product, with other bits than
     # those of an addition
     kernels.INT4_LINEAR: f"""<K, N> (x, codes, scales) => (y) {{
-  product = {CONTRIB}.MatMulNBits <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
+  product = {CONTRIB}.MatMulNBits
+    <K: int = @K, N: int = @N, bits = 4, block_size = {BLOCK}, accuracy_level = 4>
     (x, codes, scales)
   sizes = Shape (product)
   y = Reshape (product, sizes)
@@ -185,22 +195,27 @@ FUNCTIONS = {
     # As Int8Linear, -> [.., R, 1] int64
     kernels.INT8_ARGMAX: f"""<axes, keep, axis, block> (x, codes, scales, zero) => (best) {{
   product = {kernels.DOMAIN}.{kernels.INT8_LINEAR}
-    <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block> (x, codes, scales, zero)
+    <axes: ints = @axes, keep: int = @keep, axis: int = @axis, block: int = @block>
+    (x, codes, scales, zero)
   k = Constant <value_ints = [1]> ()
   largest, best = TopK <axis = -1> (product, k)
 }}""",
     # x [1, R, (H + 2 N) D], cos, sin [1, R, E] -> queries [1, R, H D], keys [1, R, N D], values.
     # Attributes: ``heads`` H, ``kv_heads`` N, ``rotary_dim`` (0: all), and the ``widths`` of the
     # three.
-    kernels.ROTARY_SPLIT: """<heads, kv_heads, rotary_dim, widths> (x, cos, sin) => (queries, keys, values) {
+    kernels.ROTARY_SPLIT: """<heads, kv_heads, rotary_dim, widths> (x, cos, sin)
+  => (queries, keys, values) {
   parts = Constant <value_ints: ints = @widths> ()
   q, k, values = Split <axis = -1> (x, parts)
-  queries = RotaryEmbedding <num_heads: int = @heads, rotary_embedding_dim: int = @rotary_dim> (q, cos, sin)
-  keys = RotaryEmbedding <num_heads: int = @kv_heads, rotary_embedding_dim: int = @rotary_dim> (k, cos, sin)
+  queries = RotaryEmbedding
+    <num_heads: int = @heads, rotary_embedding_dim: int = @rotary_dim> (q, cos, sin)
+  keys = RotaryEmbedding
+    <num_heads: int = @kv_heads, rotary_embedding_dim: int = @rotary_dim> (k, cos, sin)
 }""",
     # x, y [.., F], weight [F] -> the RMS norm of x + y, and x + y
     kernels.ADD_NORM: f"""<epsilon> (x, y, weight) => (normed, sum) {{
-  normed, mean, inverse, sum = {CONTRIB}.SkipSimplifiedLayerNormalization <epsilon: float = @epsilon> (x, y, weight)
+  normed, mean, inverse, sum = {CONTRIB}.SkipSimplifiedLayerNormalization
+    <epsilon: float = @epsilon> (x, y, weight)
 }}""",
     # x [.., 2 F] -> [.., F]: the first half of a row times its sigmoid times the second half
     kernels.GATED_SILU: """(x) => (y) {
@@ -225,11 +240,13 @@ FUNCTIONS = {
   masked = Add (bounded, mask)""",
     ),
     # The same with past keys and values in float16; new ones are rounded to it
-    kernels.HALF_TREE_ATTENTION: f"""<kv_heads, scale, {", ".join(VIEWS)}> (q, {", ".join(RUNS)}, mask) => (y) {{
+    kernels.HALF_TREE_ATTENTION: f"""<kv_heads, scale, {", ".join(VIEWS)}>
+  (q, {", ".join(RUNS)}, mask) => (y) {{
   past_keys_wide = Cast <to = 1> (past_keys)
   past_values_wide = Cast <to = 1> (past_values)
 {_ROUNDED}
-  y = {kernels.DOMAIN}.{kernels.TREE_ATTENTION} <kv_heads: int = @kv_heads, scale: float = @scale, {_GIVEN}>
+  y = {kernels.DOMAIN}.{kernels.TREE_ATTENTION}
+    <kv_heads: int = @kv_heads, scale: float = @scale, {_GIVEN}>
     (q, {", ".join(f"{run}_wide" for run in RUNS)}, mask)
 }}""",
     **dict.fromkeys((kernels.INT8_LINEAR, kernels.INT8_FACTOR), _INT8_LINEAR),
@@ -238,7 +255,7 @@ FUNCTIONS = {
 }
 """Operator -> its function, in ONNX's text format."""
 _PRODUCT = re.compile(
-    r"^  (\w+) = (\S*MatMul(?:NBits)?(?: <.*?>)?)\s+\((\w+), (.*)\)$", re.MULTILINE
+    r"^  (\w+) = (\S*MatMul(?:NBits)?(?:\s+<.*?>)?)\s+\((\w+), (.*)\)$", re.MULTILINE
 )
 _TWICE = r"""  two_\3 = Concat <axis = -2> (\3, \3)
   two_\1 = \2 (two_\3, \4)
@@ -250,7 +267,8 @@ kernels for a single row, which sum in another order.
 Where rows are rounded to eight bits after it, that becomes whole levels, and plain answers would
 not be those of steps.
 """
-HEADER = f'<domain: "{kernels.DOMAIN}", opset_import: ["" : {OPSET}, "{CONTRIB}" : 1, "{kernels.DOMAIN}" : 1]>'
+IMPORTS = f'["" : {OPSET}, "{CONTRIB}" : 1, "{kernels.DOMAIN}" : 1]'
+HEADER = f'<domain: "{kernels.DOMAIN}", opset_import: {IMPORTS}>'
 
 
 def add_functions(model: ir.Model, alone: bool = False) -> None:

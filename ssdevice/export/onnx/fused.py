@@ -109,11 +109,8 @@ def join_regions(edit: Editor) -> None:
     found: defaultdict[int, list[ir.Node]] = defaultdict(list)
     for node in graph:
         inside = int(node.domain == DOMAIN and node.op_type in kernels.IN_REGIONS)
-        before = [
-            levels[maker]
-            for value in node.inputs
-            if value is not None and (maker := value.producer()) in levels
-        ]
+        makers = [value.producer() for value in node.inputs if value is not None]
+        before = [levels[maker] for maker in makers if maker in levels]
         levels[node] = max((level + (level % 2 != inside) for level in before), default=inside)
         if inside:
             found[levels[node]].append(node)
@@ -134,11 +131,7 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
         if value is not None and value.producer() not in own
     ]
     inputs = list(dict.fromkeys(read))
-    outputs = [
-        value
-        for value in made
-        if value.is_graph_output() or any(use.node not in own for use in value.uses())
-    ]
+    outputs = [value for value in made if _leaves(value, own)]
     text = "\n".join(
         [f"{len(inputs)} {len(outputs)}", *_steps(nodes, dict.fromkeys([*inputs, *outputs, *made]))]
     )
@@ -146,8 +139,10 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
     model = edit.model
     overload = str(len(model.functions))
     body = ir.GraphView(inputs, outputs, nodes=nodes, opset_imports={"": OPSET, DOMAIN: 1}).clone()
-    for value in (*body.inputs, *(value for node in body for value in node.outputs)):
-        value.type = value.shape = None
+    inner = [value for node in body for value in node.outputs]
+    for value in (*body.inputs, *inner):
+        value.type = None
+        value.shape = None
     function = ir.Function(DOMAIN, REGION, overload, graph=body, attributes=[])
     model.functions[function.identifier()] = function
     model.opset_imports[DOMAIN] = 1
@@ -165,6 +160,11 @@ def _join(edit: Editor, nodes: Sequence[ir.Node]) -> None:
     edit.graph.remove(nodes, safe=True)
 
 
+def _leaves(value: ir.Value, nodes: set[ir.Node]) -> bool:
+    """Whether anything but these nodes reads a value."""
+    return value.is_graph_output() or any(use.node not in nodes for use in value.uses())
+
+
 def _steps(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> list[str]:
     """A line for each node, as region.cpp reads it."""
     numbers = {value: str(number) for number, value in enumerate(values)}
@@ -174,9 +174,7 @@ def _steps(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> list[str]:
         plain = [
             f"{name}={a.value!r}" for name, a in sorted(node.attributes.items()) if a.type in kinds
         ]
-        reads, makes = (
-            [numbers[value] for value in side if value is not None]
-            for side in (node.inputs, node.outputs)
-        )
+        reads = [numbers[value] for value in node.inputs if value is not None]
+        makes = [numbers[value] for value in node.outputs]
         lines.append(" ".join([node.op_type, *plain, ":", *reads, ">", *makes]))
     return lines

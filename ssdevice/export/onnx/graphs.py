@@ -76,7 +76,7 @@ def ancestors(
 
 
 def show_choices(graph: GraphProto) -> None:
-    """Make each product that a column is chosen from a value again: undoes ``fused.best_columns``."""
+    """Make each product that a column is chosen from a value: undoes ``fused.best_columns``."""
     nodes = list(graph.node)
     del graph.node[:]
     for node in nodes:
@@ -177,14 +177,14 @@ def show_logits(file: Path, shown: TensorSpec) -> bytes:
     # Of the choices behind the tokens, the one on the main logits depends on no other; another one
     # picks the end node.
     choices = [node for node in ancestors(maker, [TOKENS]) if node.op_type in ALL_CHOICES]
-    first = [
-        node
-        for node in choices
-        if not any(n.op_type in ALL_CHOICES for n in ancestors(maker, node.input[:1]))
-    ]
+    first = []
+    for node in choices:
+        if not any(n.op_type in ALL_CHOICES for n in ancestors(maker, node.input[:1])):
+            first.append(node)
     if len(first) != 1:
         raise BundleError(
-            f"{file}: {len(first)} nodes of {' or '.join(ALL_CHOICES)} decide the tokens, expected one"
+            f"{file}: {len(first)} nodes of {' or '.join(ALL_CHOICES)} decide the tokens, "
+            "expected one"
         )
     sizes = [int(size) for size in shown.shape]
     graph.initializer.append(helper.make_tensor(f"{LOGITS}_shape", TensorProto.INT64, [2], sizes))

@@ -18,26 +18,27 @@ from ssdevice.export.onnx.editor import (
     constant_of,
     only_user,
     producer,
-    role_of,
     shape_of,
     source_of,
+    stored_of,
 )
-from ssdevice.model import roles
+from ssdevice.export.weights import KEPT, Role, Scheme, Stored
 from ssdevice.runtime.onnx.kernels import DOMAIN, GATED_SILU, ROTARY_SPLIT
 
 LINEAR_DOMAIN = "ssdevice.placeholder"
 LINEAR = "Linear"
 SMALL = 1 << 14
-"""Weights of fewer elements are not quantized: quantizing their input costs more than the product."""
+"""Weights of fewer elements stay floats: quantizing their input costs more than the product."""
 Array = np.ndarray[Any, Any]
 Form = dict[str, Any] | None
-Term = tuple[roles.Role, ir.Node]
+Term = tuple[Role, ir.Node]
 """A low-rank term beside a linear: the role of its second factor, and the addition of both."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``, and its role.
+    """One placeholder: its node, the weight's name and content ``[outputs, inputs]``, and its row
+    of the model's table.
 
     ``term``: the one beside it that becomes a slot.
     """
@@ -45,7 +46,7 @@ class Part:
     node: ir.Node
     name: str
     weight: Array
-    role: roles.Role | None
+    stored: Stored
     term: Term | None
 
     @property
@@ -58,12 +59,7 @@ class Part:
         """Whether it is a factor of a low-rank term, and so not merged with the base, which other
         rows use too.
         """
-        return self.role is not None and self.role.part is roles.Part.FACTOR
-
-    @property
-    def stays_float(self) -> bool:
-        """Whether it stays float32 in every quantization; parts of both kinds are never merged."""
-        return self.weight.size < SMALL or (self.role is not None and self.role.own)
+        return self.stored.role.factor
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Linear:
 
     @property
     def first(self) -> Part:
-        """The first part; all of them have the same input, kind and precision."""
+        """The first part; all of them have the same input, kind and scheme."""
         return self.parts[0]
 
     @property
@@ -88,6 +84,11 @@ class Linear:
     def name(self) -> str:
         """Identifies the weight across graphs."""
         return "|".join(part.name for part in self.parts)
+
+    @property
+    def stays_float(self) -> bool:
+        """Whether it stays float32 in every precision."""
+        return self.first.stored.scheme is KEPT
 
     @property
     def inputs(self) -> int:
@@ -129,15 +130,19 @@ def linears(edit: Editor, terms: Mapping[ir.Node, Term]) -> list[Linear]:
     """All linears of a graph, those of one input together, in graph order; ``terms``: by the
     placeholder beside.
     """
-    groups: dict[tuple[int, bool, bool], list[Part]] = {}
+    groups: dict[tuple[int, bool, Scheme], list[Part]] = {}
     for node in edit.graph:
         if node.op_type != LINEAR or node.domain != LINEAR_DOMAIN:
             continue
         weight = source_of(node, 1)
         if (content := constant_of(weight)) is None:
             raise ValueError(f"linear {node.name} has no constant weight")
-        part = Part(node, weight.name or "", content, role_of(weight), terms.get(node))
-        groups.setdefault((id(source_of(node)), part.factor, part.stays_float), []).append(part)
+        stored = stored_of(weight)
+        if stored is None:
+            raise ValueError(f"linear {node.name}: {weight.name} is not in the table of weights")
+        part = Part(node, weight.name or "", content, stored, terms.get(node))
+        key = (id(source_of(node)), part.factor, stored.scheme)
+        groups.setdefault(key, []).append(part)
     return [Linear(tuple(parts)) for parts in groups.values()]
 
 
@@ -171,7 +176,7 @@ def lower(edit: Editor, linear: Linear, whole: ir.Value) -> None:
 
 
 def _rotary_split(edit: Editor, ends: Sequence[ir.Value], whole: ir.Value) -> bool:
-    """Split queries and keys that only rotary positions read, and values; False for other columns."""
+    """Split queries and keys that only rotary positions read, and values; False for others."""
     queries, keys = (only_user(end, "RotaryEmbedding") for end in ends[:2])
     if len(ends) != 3 or queries is None or keys is None or queries.inputs[1:] != keys.inputs[1:]:
         return False

@@ -6,12 +6,11 @@ cannot change a verified one. int4: blocks of 32 along the inputs for linears; e
 stay int8, where four bits cost most accuracy and save least time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import ClassVar, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -19,18 +18,26 @@ import torch
 from torch import Tensor, nn
 
 from ssdevice.adapters.storage import LEVELS, int8_factors
-from ssdevice.export.calibration.grid import Grid, lowest
-from ssdevice.export.onnx.editor import Editor, constant_of, role_of, sizes_of, source_of
+from ssdevice.export.calibration.grid import Grid, Rounded, lowest
+from ssdevice.export.onnx.editor import Editor, constant_of, sizes_of, source_of, stored_of
 from ssdevice.export.onnx.functions import BLOCK, row_form
 from ssdevice.export.onnx.linears import SMALL, Array, Linear, fits_half, linears, lower
 from ssdevice.export.onnx.slots import SlotBook, beside, lower_alone
 from ssdevice.export.plan import Quant
+from ssdevice.export.weights import (
+    FLOAT32,
+    KEPT,
+    Part,
+    Rows,
+    Scheme,
+    Schemes,
+    Stored,
+    multiplies,
+    stored,
+)
 from ssdevice.model.attention import Attending, Attention
-from ssdevice.model.lora import LoraLinear
 from ssdevice.model.mapped import release
-from ssdevice.model.roles import Part
 from ssdevice.model.step import StreamModel
-from ssdevice.model.streams import StreamRowAdapter, low_rank_factors
 from ssdevice.runtime.onnx.kernels import (
     DOMAIN,
     HALF_LINEAR,
@@ -39,113 +46,85 @@ from ssdevice.runtime.onnx.kernels import (
     INT8_LINEAR,
 )
 
-
-@dataclass(frozen=True)
-class Int8Weight:
-    """``codes [K, N]`` int8 and ``scale [N]`` float32 with ``weight ≈ codes * scale``."""
-
-    suffix: ClassVar[str] = "int8"
-    codes: Array
-    scale: Array
-
-    @classmethod
-    def of(cls, weight: Array) -> Self:
-        """Nearest int8 form of ``weight [K, N]``; a column of zeros gets scale 1."""
-        return cls(*int8_factors(weight))
-
-    def dequantized(self) -> Array:
-        """``[K, N]`` float32."""
-        values = self.codes.astype(np.float32)
-        values *= self.scale
-        return values
+Layout = tuple[Array, Array]
+"""Codes and scales as operators take them."""
 
 
-@dataclass(frozen=True)
-class Int4Weight:
-    """``codes [N, K / 32, 16]`` uint8 (low nibble first, zero at 8) and ``scale [N, K / 32]``
+def _paired(weight: Tensor) -> Rounded:
+    codes, scale = int8_factors(weight.numpy().T)
+    return Rounded(torch.from_numpy(codes.T)[:, None], torch.from_numpy(scale)[:, None], len(codes))
+
+
+INT8 = Scheme("int8", 8, _paired)
+"""One scale per output; slots hold factors in the same form, which hosts make of them."""
+INT4 = Scheme.on("int4", 4, Grid(BLOCK, lowest, -8, 7, torch.bfloat16, empty=0.0))
+"""Blocks of 32; inputs that are no multiple of 32 are padded with zeros.
+
+The value of largest magnitude in a block maps to -8, so that all sixteen codes are used. Scales are
+bfloat16 numbers: our kernel reads a tenth less for it. A block of zeros has scale 0: kernels that
+subtract the zero point from the sum leave a rounding of the block's inputs otherwise.
+"""
+
+
+def schemes(quant: Quant) -> Schemes:
+    """The table of this target: what a graph's products and its embedding are stored as."""
+    if quant is Quant.FP32:
+        return Schemes(FLOAT32, {Part.EMBEDDING: FLOAT32, Part.OWN_FACTOR: KEPT}, least=SMALL)
+    ends: Rows = {Part.EMBEDDING: INT8, Part.HEAD: INT8, Part.DRAFT_HEAD: INT8}
+    usual = INT8 if quant is Quant.INT8 else INT4
+    return Schemes(usual, {**ends, Part.OWN_FACTOR: KEPT}, least=SMALL, slot=INT8)
+
+
+def int8_layout(rounded: Rounded) -> Layout:
+    """``codes [K, N]`` int8 and ``scale [N]`` float32."""
+    return rounded.codes[:, 0].T.numpy(), rounded.scale[:, 0].numpy()
+
+
+def int4_layout(rounded: Rounded) -> Layout:
+    """``codes [N, K / 32, 16]`` uint8, low nibble first and zero at 8, and ``scale [N, K / 32]``
     float32.
     """
-
-    suffix: ClassVar[str] = "int4"
-    codes: Array
-    scale: Array
-    inputs: int
-
-    @classmethod
-    def of(cls, weight: Array) -> Self:
-        """Nearest blockwise int4 form of ``weight [K, N]``; a K that is no multiple of 32 is padded
-        with zeros.
-
-        The value of largest magnitude in a block maps to -8, so that all sixteen codes are used.
-        Scales are bfloat16 numbers, as calibrated ones are (``calibration.grid``): our kernel reads
-        a tenth less for it. A block of zeros has scale 0: kernels that subtract the zero point from
-        the sum leave a rounding of the block's inputs otherwise.
-        """
-        inputs, outputs = weight.shape
-        blocks = -(-inputs // BLOCK)
-        padded = np.zeros((outputs, blocks * BLOCK), np.float32)
-        padded[:, :inputs] = weight.T
-        grouped = padded.reshape(outputs, blocks, BLOCK)
-        at = np.abs(grouped).argmax(axis=2)[..., None]
-        peak = np.take_along_axis(grouped, at, axis=2)[..., 0]
-        scale = torch.from_numpy(peak / np.float32(-8)).bfloat16().float().numpy() + np.float32(0)
-        step = np.where(scale != 0, scale, np.float32(1))
-        codes = np.clip(np.rint(grouped / step[..., None]) + 8, 0, 15).astype(np.uint8)
-        return cls(codes[..., 0::2] | codes[..., 1::2] << 4, scale, inputs)
-
-    def dequantized(self) -> Array:
-        """``[K, N]`` float32."""
-        codes = np.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(
-            *self.scale.shape, BLOCK
-        )
-        values = (codes.astype(np.float32) - 8) * self.scale[..., None]
-        return np.ascontiguousarray(values.reshape(len(values), -1)[:, : self.inputs].T)
+    codes = (rounded.codes + 8).numpy().astype(np.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, rounded.scale.numpy()
 
 
-Weight = Int8Weight | Int4Weight
-INT4_GRID = Grid(BLOCK, lowest, -8, 7)
-"""What ``Int4Weight.of`` rounds to."""
+def initializers(edit: Editor, name: str, parts: Sequence[Stored]) -> list[ir.Value]:
+    """Codes and scales in a graph, of weights ``[N, K]`` of one scheme side by side."""
+    scheme = parts[0].scheme
+    layout = int8_layout if scheme is INT8 else int4_layout
+
+    def joined(index: int) -> Array:
+        arrays = [layout(part.rounded)[index] for part in parts]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, COLUMNS[scheme][index])
+
+    codes = edit.named(f"{name}.{scheme.name}", partial(joined, 0))
+    return [codes, edit.named(f"{name}.scale", partial(joined, 1))]
 
 
-@dataclass
-class WeightStore:
-    """Quantized weights by form and name, shared by the graphs of one export so that each is
-    quantized once.
-    """
-
-    forms: dict[tuple[str, str], Weight] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
-    """Float32 weights that stayed so: name -> elements."""
-
-    def initializers(
-        self, edit: Editor, form: type[Weight], name: str, weight: Callable[[], Array]
-    ) -> list[ir.Value]:
-        """Codes and scales in a graph, of a weight ``[K, N]`` that is asked for the first time
-        only.
-        """
-        if (form.suffix, name) not in self.forms:
-            self.forms[form.suffix, name] = form.of(weight())
-            release()
-        found = self.forms[form.suffix, name]
-        codes = edit.named(f"{name}.{form.suffix}", lambda: found.codes)
-        return [codes, edit.named(f"{name}.scale", lambda: found.scale)]
+COLUMNS = {INT8: (1, 0), INT4: (0, 0)}
+"""Which axis of codes and of scales is the outputs."""
+Kept = dict[str, int]
+"""Weights that stay floats in a quantized graph: name -> elements."""
 
 
-def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | None = None) -> None:
-    """Lower every linear and embedding of a graph to the form ``quant`` asks for.
+def quantize(edit: Editor, quant: Quant, kept: Kept, book: SlotBook | None = None) -> None:
+    """Lower every linear and embedding of a graph to the form that its scheme says.
 
-    ``book``: low-rank terms become slots, which are entered in it; without one they are weights
-    like all others.
+    ``kept`` receives linears that stay floats although ``quant`` is for integers. ``book``:
+    low-rank terms become slots, which are entered in it; without one they are weights like all
+    others.
     """
     exact = quant is not Quant.FP32
-    _lower_embeddings(edit, store, exact)
+    _lower_embeddings(edit, exact)
     for linear in linears(edit, book.terms(edit) if book is not None else {}):
         if book is not None and linear.first.factor:
             continue
-        slot = (
-            book.slot(linear, exact and not linear.first.stays_float) if book is not None else None
-        )
-        whole = _product(edit, linear, quant, store, slot is not None)
+        slot = None
+        if book is not None:
+            slot = book.slot(linear, exact and not linear.stays_float)
+        if exact and linear.stays_float:
+            kept[linear.name] = linear.inputs * linear.outputs
+        whole = _product(edit, linear, exact and slot is None)
         if slot is not None:
             whole = beside(edit, slot, whole, linear.source, linear.first.node, exact)
         lower(edit, linear, whole)
@@ -154,72 +133,65 @@ def quantize(edit: Editor, quant: Quant, store: WeightStore, book: SlotBook | No
         lower_alone(edit, book)
 
 
-def _product(
-    edit: Editor, linear: Linear, quant: Quant, store: WeightStore, slotted: bool
-) -> ir.Value:
-    """A linear's product in the form that ``quant`` asks for; ``slotted``: a slot's term is added
-    to it.
+def _product(edit: Editor, linear: Linear, halves: bool) -> ir.Value:
+    """A linear's product in the form of its scheme.
+
+    ``halves``: one that stays float may be stored in float16, if that loses nothing.
     """
-    role = linear.first.role
-    if quant is not Quant.FP32 and linear.first.stays_float:
-        store.kept[linear.name] = linear.inputs * linear.outputs
-        if not slotted and fits_half(linear):
-            half = edit.named(f"{linear.name}.float16", partial(linear.weight, np.float16))
-            return linear.product(edit, HALF_LINEAR, [half])
-    if quant is Quant.FP32 or linear.first.stays_float:
-        return linear.product(
-            edit, "MatMul", [edit.named(linear.transposed, linear.weight)], domain=""
-        )
-    if quant is Quant.INT8 or (role is not None and role.part in (Part.HEAD, Part.EMBEDDING)):
-        zero, form = row_form(edit, linear.source)
-        weight = store.initializers(edit, Int8Weight, linear.name, linear.weight)
-        return linear.product(edit, INT8_LINEAR, [*weight, zero], form)
-    weight = store.initializers(edit, Int4Weight, linear.name, linear.weight)
-    return linear.product(edit, INT4_LINEAR, weight, {"K": linear.inputs, "N": linear.outputs})
+    scheme = linear.first.stored.scheme
+    if scheme.floats and halves and fits_half(linear):
+        half = edit.named(f"{linear.name}.float16", partial(linear.weight, np.float16))
+        return linear.product(edit, HALF_LINEAR, [half])
+    if scheme.floats:
+        weight = edit.named(linear.transposed, linear.weight)
+        return linear.product(edit, "MatMul", [weight], domain="")
+    stored_parts = [part.stored for part in linear.parts]
+    if scheme is INT4:
+        given = initializers(edit, linear.name, stored_parts)
+        return linear.product(edit, INT4_LINEAR, given, {"K": linear.inputs, "N": linear.outputs})
+    zero, form = row_form(edit, linear.source)
+    given = initializers(edit, linear.name, stored_parts)
+    return linear.product(edit, INT8_LINEAR, [*given, zero], form)
 
 
-def _lower_embeddings(edit: Editor, store: WeightStore, exact: bool) -> None:
+def _lower_embeddings(edit: Editor, exact: bool) -> None:
     """Gathers from the embedding read it as the head wants it, ``[D, V]``, so that a tied head
     shares the bytes.
 
-    It has eight bits; in float32 only one that is tied to the head changes.
+    In float32 only one that is tied to the head changes.
     """
-    heads = (
-        {}
-        if exact
-        else {linear.name: linear for linear in linears(edit, {}) if len(linear.parts) == 1}
-    )
+    heads = {}
+    if not exact:
+        heads = {linear.name: linear for linear in linears(edit, {}) if len(linear.parts) == 1}
     for node in [node for node in edit.graph if node.op_type == "Gather"]:
         table = source_of(node)
         ids = source_of(node, 1)
-        role = role_of(table)
+        stored = stored_of(table)
         content = constant_of(table)
         shape = sizes_of(ids)
-        if role is None or role.part is not Part.EMBEDDING or content is None or shape is None:
+        if stored is None or stored.role.part != Part.EMBEDDING or content is None or shape is None:
             continue
+        name = table.name or ""
         out = [*shape, content.shape[1]]
-        if exact and content.size >= SMALL:
-            weight = store.initializers(
-                edit, Int8Weight, table.name or "", partial(np.transpose, content)
-            )
+        if not stored.scheme.floats:
+            weight = initializers(edit, name, [stored])
             if ids.dtype is not ir.DataType.INT32:
-                ids = edit.insert(
-                    node, "Cast", [ids], shape, ir.DataType.INT32, {"to": int(ir.DataType.INT32)}
-                )
-            made = edit.insert(
-                node, INT8_EMBEDDING, [ids, *weight], out, ir.DataType.FLOAT, {"whole": out}, DOMAIN
-            )
+                to = {"to": int(ir.DataType.INT32)}
+                ids = edit.insert(node, "Cast", [ids], shape, ir.DataType.INT32, to)
+            given = [ids, *weight]
+            float32 = ir.DataType.FLOAT
+            made = edit.insert(node, INT8_EMBEDDING, given, out, float32, {"whole": out}, DOMAIN)
             edit.replace(node, made)
-        elif (head := heads.get(table.name or "")) is not None:
-            stored = edit.named(head.transposed, head.weight)
+        elif name in heads:
+            head = heads[name]
+            turned = edit.named(head.transposed, head.weight)
             flat = edit.reshape(node, ids, (prod(shape),))
             sizes = (content.shape[1], prod(shape))
             columns = edit.insert(
-                node, "Gather", [stored, flat], sizes, ir.DataType.FLOAT, {"axis": 1}
+                node, "Gather", [turned, flat], sizes, ir.DataType.FLOAT, {"axis": 1}
             )
-            edit.replace(
-                node, edit.reshape(node, edit.transpose(node, columns, [1, 0]), tuple(out))
-            )
+            rows = edit.transpose(node, columns, [1, 0])
+            edit.replace(node, edit.reshape(node, rows, tuple(out)))
 
 
 @contextmanager
@@ -242,63 +214,34 @@ def simulated(
         return
     backbone = model.backbone
     operators = model.backbone.operators
-    eight_bits = (backbone.embed_tokens, backbone.lm_head, model.draft_head)
     with ExitStack() as undo:
         if cache_dtype != "float32":
             rounding = partial(_attend_rounded, operators.attention, getattr(torch, cache_dtype))
             undo.callback(setattr, backbone, "operators", operators)
             backbone.operators = replace(operators, attention=rounding)
-        done: set[int] = set()
-        own = model.streams.own_terms() if model.streams is not None else []
-        downs, floats = (
-            _slots(model)
-            if slotted
-            else (set(), {part for term in own for part in term.children()})
-        )
-        for part in model.modules():
-            if not isinstance(part, (nn.Linear, nn.Embedding)) or part in floats:
+        for one in stored(model, schemes(quant), slotted):
+            if one.scheme.floats:
                 continue
-            if part.weight.numel() < SMALL and part not in downs:
-                continue
-            whole = quant is Quant.INT8 or part in eight_bits or part in downs
-            if isinstance(part, nn.Linear):
-                undo.enter_context(
-                    part.register_forward_pre_hook(partial(_rounded, None if whole else BLOCK))
-                )
-            weight = part.weight
-            if id(weight) in done:
-                continue
-            done.add(id(weight))
-            form = (Int8Weight if whole else Int4Weight).of(weight.detach().float().numpy().T)
+            block = one.scheme.grid.block if one.scheme.grid is not None else None
+            for module in one.modules:
+                if multiplies(module):
+                    hook = partial(_rounded, block)
+                    undo.enter_context(module.register_forward_pre_hook(hook))
+            values = one.round().dequantized()
             if keep:
-                undo.callback(setattr, weight, "data", weight.data)
-                weight.data = torch.from_numpy(np.ascontiguousarray(form.dequantized().T)).to(
-                    weight.dtype
-                )
+                undo.callback(setattr, one.weight, "data", one.weight.data)
+                one.weight.data = values.to(one.weight.dtype).contiguous()
             else:
-                weight.data.copy_(torch.from_numpy(form.dequantized().T))
+                one.weight.data.copy_(values)
                 release()
         yield
 
 
 def _attend_rounded(attend: Attention, dtype: torch.dtype, asked: Attending) -> Tensor:
     """Attention over rows as a cache holds them, the new ones included."""
-    keys, values = (
-        [run.to(dtype).to(run.dtype) for run in runs] for runs in (asked.keys, asked.values)
-    )
+    keys = [run.to(dtype).to(run.dtype) for run in asked.keys]
+    values = [run.to(dtype).to(run.dtype) for run in asked.values]
     return attend(replace(asked, keys=keys, values=values))
-
-
-def _slots(model: StreamModel) -> tuple[set[nn.Module], set[nn.Module]]:
-    """Factors that a slot holds in eight bits, and those that it holds in float32."""
-    beside = (part for part in model.modules() if isinstance(part, (LoraLinear, StreamRowAdapter)))
-    large = (
-        part
-        for part in beside
-        if isinstance(part.base, nn.Linear) and part.base.weight.numel() >= SMALL
-    )
-    downs: set[nn.Module] = {part.adapter.down for part in large}
-    return downs, low_rank_factors(model) - downs
 
 
 def _rounded(block: int | None, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:

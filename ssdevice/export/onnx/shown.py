@@ -106,10 +106,8 @@ def open_shown(file: Path, products: list[Written]) -> tuple[ort.InferenceSessio
     model = onnx.load(str(file), load_external_data=False)
     show_regions(model)
     show_choices(model.graph)
-    place = {
-        name: at
-        for at, name in enumerate(name for node in model.graph.node for name in node.output)
-    }
+    names = [name for node in model.graph.node for name in node.output]
+    place = {name: at for at, name in enumerate(names)}
     # Main rows before streams, as the model calls a linear for them; regions may have them the
     # other way round.
     chosen = [value.name for value in model.graph.output if value.name in (TOKENS, NEXT_ROOT)]

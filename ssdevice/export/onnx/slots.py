@@ -33,7 +33,7 @@ from ssdevice.export.onnx.editor import (
 )
 from ssdevice.export.onnx.functions import row_form
 from ssdevice.export.onnx.linears import LINEAR, Linear, Term
-from ssdevice.model import roles
+from ssdevice.export.weights import Role
 from ssdevice.runtime.onnx.kernels import DOMAIN, LOW_RANK
 
 
@@ -80,17 +80,16 @@ class SlotBook:
         return slot
 
 
-def side_of(node: ir.Node) -> roles.Role | None:
+def side_of(node: ir.Node) -> Role | None:
     """The role of a placeholder whose weight is a factor; None for other nodes."""
     role = role_of(node.inputs[1]) if node.op_type == LINEAR else None
-    return role if role is not None and role.part is roles.Part.FACTOR else None
+    return role if role is not None and role.factor else None
 
 
 def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
     """The graph's input of this name, added if it is not there."""
-    if (
-        value := next((known for known in edit.graph.inputs if known.name == tensor.name), None)
-    ) is None:
+    value = next((known for known in edit.graph.inputs if known.name == tensor.name), None)
+    if value is None:
         value = ir.val(tensor.name, ir.DataType.from_numpy(np.dtype(tensor.dtype)), tensor.shape)
         edit.graph.inputs.append(value)
     return value
@@ -99,7 +98,7 @@ def graph_input(edit: Editor, tensor: TensorSpec) -> ir.Value:
 def beside(
     edit: Editor, slot: Slot, base: ir.Value, x: ir.Value, before: ir.Node, exact: bool
 ) -> ir.Value:
-    """``base + up(down(x))`` of every part, side by side: one operator if the slot has eight bits."""
+    """``base + up(down(x))`` of every part, side by side: one operator if the slot is int8."""
     if slot.int8:
         zero, form = row_form(edit, x)
         factor, scale, *rest = (graph_input(edit, tensor) for tensor in slot.tensors)
@@ -175,7 +174,8 @@ def lower_alone(edit: Editor, book: SlotBook) -> None:
     """Every factor that is left once the base's linears are lowered becomes a product with a graph
     input.
     """
-    nodes = [(node, side) for node in edit.graph if (side := side_of(node)) is not None]
+    sides = [(node, side_of(node)) for node in edit.graph]
+    nodes = [(node, side) for node, side in sides if side is not None]
     shapes: dict[tuple[SlotKind, str, bool], tuple[int, ...]] = {}
     for node, side in nodes:
         weight = constant_of(node.inputs[1])

@@ -1,7 +1,7 @@
 """The ONNX graph of a torch module, operator by operator.
 
 The module runs once on tensors without data, and every operator it calls becomes the nodes that
-``translations`` or ``operators`` has for it. Operators on weights and tables only are computed
+``translations`` or ``forms`` has for it. Operators on weights and tables only are computed
 right away. Weights keep their names and are not copied. One size may be dynamic.
 """
 

@@ -1,4 +1,4 @@
-"""What each operator of torch in a traced module becomes in ONNX; ``operators`` has the project's
+"""What each operator of torch in a traced module becomes in ONNX; ``forms`` has the project's
 own.
 
 A translation gets the ``Editor`` of the graph that is being written, what the operator gives

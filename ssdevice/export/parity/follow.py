@@ -124,7 +124,8 @@ class Walk:
         )
         if (count := int(call.outputs[COUNT].item())) != len(theirs.tokens):
             raise ParityError(
-                f"{where}: {COUNT} is {count}, but the artifact's own logits accept {len(theirs.tokens)}"
+                f"{where}: {COUNT} is {count}, but the artifact's own logits accept "
+                f"{len(theirs.tokens)}"
             )
         for i, (mine, token) in enumerate(
             zip(call.outputs[TOKENS][:count].tolist(), theirs.tokens, strict=True)
@@ -163,8 +164,9 @@ class Walk:
         for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             if not (off := stored_difference(one, other)) <= self.bounds.rows:
                 raise ParityError(
-                    f"{where}: the rows to commit, {'values' if at % 2 else 'keys'} of layer {at // 2}, differ by "
-                    f"{off:.2g} of their size, allowed is {self.bounds.rows:g}. The products are right: rotary "
+                    f"{where}: the rows to commit, {'values' if at % 2 else 'keys'} of layer "
+                    f"{at // 2}, differ by {off:.2g} of their size, allowed is "
+                    f"{self.bounds.rows:g}. The products are right: rotary "
                     "embedding, a norm of keys, or the choice of accepted rows is not the model's"
                 )
 

@@ -40,6 +40,7 @@ from ssdevice.export.parity.difference import (
     worst_column,
 )
 from ssdevice.export.parity.rounding import RoundedTo, moved_by_edges
+from ssdevice.export.weights import kind_of, multiplies
 from ssdevice.model.lora import LoraLinear
 from ssdevice.model.step import StreamModel
 from ssdevice.model.streams import LowRank, StreamRowAdapter
@@ -125,6 +126,13 @@ little remains of that row but the rounding of all sums in between.
 """
 ROUNDING = 3.0
 """An artifact rounds a few times more than the reference's operations, in its norms for example."""
+
+
+WRONG_PRODUCT = (
+    "Its stored weights or scales are not the model's, or this CPU's kernel computes something "
+    "else (integer products that saturate): try another --quant"
+)
+"""Ends the message about a product that differs."""
 
 
 class RowsDifferError(ParityError):
@@ -230,10 +238,12 @@ class Follower:
             allowed = max(allowed, ROUNDING * difference(self._rounded.pop(0), theirs))
         self.worst_rows = max(self.worst_rows, off)
         if not off <= allowed:
-            what = f"reads rows that differ by {off:.2g} of their size from the model's, allowed is {allowed:.2g}"
-            why = "All products before it are right, so the fault lies between them and it"
-            parts = "a norm, rotary embedding, mask, cache row, residual or stream identifier"
-            raise RowsDifferError(f"{self.where}: {self._place(module)} {what}. {why}: {parts}")
+            raise RowsDifferError(
+                f"{self.where}: {self._place(module)} reads rows that differ by {off:.2g} of their "
+                f"size from the model's, allowed is {allowed:.2g}. All products before it are "
+                "right, so the fault lies between them and it: a norm, rotary embedding, mask, "
+                "cache row, residual or stream identifier"
+            )
 
     def _after(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if self._paused:
@@ -245,8 +255,10 @@ class Follower:
         theirs = flat(output)
         chosen = self._rows_of(module, product.inputs, flat(inputs[0]))
         if product.outputs.shape[-1] != theirs.shape[-1]:
-            columns = f"{product.outputs.shape[-1]} columns, not {theirs.shape[-1]}"
-            raise ParityError(f"{self.where}: {self._place(module)} has {columns}")
+            raise ParityError(
+                f"{self.where}: {self._place(module)} has {product.outputs.shape[-1]} columns, "
+                f"not {theirs.shape[-1]}"
+            )
         if not self._rounding:
             x = _with_rows(
                 inputs[0], chosen, product.inputs
@@ -267,16 +279,17 @@ class Follower:
         if column[1] > self.bounds.column:  # if it is a fault, edges do not explain it
             column = worst_column(mine[once], theirs[once], ROUNDING * moved()[once])
         self.worst_product, self.count = max(self.worst_product, off), self.count + 1
-        if not off <= self.bounds.product or not column[1] <= self.bounds.column:
-            found = f"by {off:.2g}, allowed is {self.bounds.product:g}"
-            if off <= self.bounds.product:
-                found = (
-                    f"in column {column[0]} by {column[1]:.2g}, allowed is {self.bounds.column:g}"
-                )
-            kernel = "this CPU's kernel computes something else (integer products that saturate): try another --quant"
-            why = f"Its stored weights or scales are not the model's, or {kernel}"
-            what = f"{self._place(module)}: the product of its own rows differs {found}"
-            raise ParityError(f"{self.where}: {what}. {why}")
+        if not off <= self.bounds.product:
+            raise ParityError(
+                f"{self.where}: {self._place(module)}: the product of its own rows differs by "
+                f"{off:.2g}, allowed is {self.bounds.product:g}. {WRONG_PRODUCT}"
+            )
+        if not column[1] <= self.bounds.column:
+            raise ParityError(
+                f"{self.where}: {self._place(module)}: the product of its own rows differs in "
+                f"column {column[0]} by {column[1]:.2g}, allowed is {self.bounds.column:g}. "
+                f"{WRONG_PRODUCT}"
+            )
 
     def _again(
         self, module: nn.Module, others: tuple[Tensor, ...], chosen: Array, x: Tensor
@@ -289,10 +302,11 @@ class Follower:
             self._paused = False
 
     def _rows_of(self, module: nn.Module, mine: Array, theirs: Array) -> Array:
-        """Which of the reference's rows an artifact computes: all, or the few that are read later."""
+        """Which of the reference's rows an artifact computes: all, or the few read later."""
         if mine.shape[-1] != theirs.shape[-1] or not np.isfinite(mine).all():
             raise ParityError(
-                f"{self.where}: {self._place(module)} reads rows of shape {mine.shape} or not finite"
+                f"{self.where}: {self._place(module)} reads rows of shape {mine.shape} or not "
+                "finite"
             )
         if len(mine) == len(theirs):
             return np.arange(len(theirs))
@@ -327,13 +341,13 @@ def followed(model: StreamModel, slotted: bool, schedule: Schedule) -> dict[nn.M
     owners: dict[int, list[str]] = {}
     linears: dict[int, nn.Module] = {}
     for name, part in model.named_modules(remove_duplicate=False):
-        if isinstance(part, nn.Linear):
+        kind = kind_of(part)
+        if multiplies(part):
             linears[id(part)] = part
             owners.setdefault(id(part.weight), []).insert(0, name)
-        elif isinstance(part, nn.Embedding):
-            owners.setdefault(id(part.weight), []).append(
-                name
-            )  # a tied head also has the table's name
+        elif kind is not None:  # a tied head also has the table's name
+            for attribute in kind.tensors:
+                owners.setdefault(id(getattr(part, attribute)), []).append(name)
     alike = {key: owners[id(part.weight)] for key, part in linears.items()}
     names = {key: [*own, *map(_elsewhere, own)] for key, own in alike.items()}
     if slotted:

@@ -1,4 +1,4 @@
-"""The torch reference of the parity gate, and the interface that exported artifacts share with it."""
+"""The torch reference of the parity gate, and the interface that artifacts share with it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +14,7 @@ from ssdevice.export.exporter import ExportJob
 from ssdevice.export.forms import function_module
 from ssdevice.export.parity.difference import Array
 from ssdevice.export.parity.products import flat
+from ssdevice.export.weights import kind_of
 from ssdevice.model.attention import KeyValue
 
 Drafts = list[list[int]]
@@ -168,7 +169,7 @@ def jittered(model: nn.Module, jitter: float, draw: torch.Generator) -> Iterator
 
     with ExitStack() as hooks:
         for part in model.modules():
-            if isinstance(part, (nn.Linear, nn.Embedding)):
+            if kind_of(part) is not None:
                 hooks.enter_context(part.register_forward_hook(change))
         yield
 

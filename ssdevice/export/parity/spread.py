@@ -96,17 +96,22 @@ class Spread:
         """
         mine, twin = self.relative()
         allowed = FACTOR * twin + FLOOR * jitter
-        if len(beyond := np.flatnonzero(mine > allowed)):
+        beyond = np.flatnonzero(mine > allowed)
+        if len(beyond):
             at = int(beyond[0])
             part = "values" if at % 2 else "keys"
-            what = f"committed rows, {part} of layer {at // 2}: they differ by {mine[at]:.2g} of their size"
-            usual = f"two right results of this model differ by {twin[at]:.2g} there, allowed is {allowed[at]:.2g}"
-            why = f"What layer {at // 2} reads or its projections are wrong; the bundle was not published"
-            return f"{what}; {usual}. {why}"
+            return (
+                f"committed rows, {part} of layer {at // 2}: they differ by {mine[at]:.2g} of "
+                f"their size; two right results of this model differ by {twin[at]:.2g} there, "
+                f"allowed is {allowed[at]:.2g}. What layer {at // 2} reads or its projections are "
+                "wrong; the bundle was not published"
+            )
         near = TIE_FACTOR * max(self.changes, default=0.0) + FLOOR * jitter * self.scale
         for differ, margin in self.ties:
             if margin > near:
-                what = f"{differ} and prefers it by {margin:.3g}; a near-tie of this model is at most {near:.3g}"
-                where = "so the fault is in the streams, the head or the choice among candidates"
-                return f"{what}. All committed rows agree, {where}; the bundle was not published"
+                return (
+                    f"{differ} and prefers it by {margin:.3g}; a near-tie of this model is at most "
+                    f"{near:.3g}. All committed rows agree, so the fault is in the streams, the "
+                    "head or the choice among candidates; the bundle was not published"
+                )
         return None

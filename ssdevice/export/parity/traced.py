@@ -103,6 +103,11 @@ class Recorder(fx.Interpreter):
         self.wanted = {node for _, rows, result in self.linears for node in (rows, result)}
         self.seen: dict[fx.Node, Array] = {}
 
+    @property
+    def weights(self) -> list[str]:
+        """The weights that the program multiplies with, each as often as it does."""
+        return [weight for weight, _, _ in self.linears]
+
     def call(
         self, integers: list[Tensor], state: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[Product]]:

@@ -117,9 +117,9 @@ def table(answers: Sequence[Json]) -> str:
             f"{speed.q1:.1f}..{speed.q3:.1f}",
             f"{first.median:.0f}",
         ]
-        cells.append(
-            f"{sum(len(each['tokens']) - 1 for each in own) / sum(each['steps'] for each in own):.2f}"
-        )
+        tokens = sum(len(each["tokens"]) - 1 for each in own)
+        steps = sum(each["steps"] for each in own)
+        cells.append(f"{tokens / steps:.2f}")
         ratio = speedup(times[arm], times[SPECULATIVE])
         cells.append(
             f"{ratio.estimate:.2f}x ({ratio.low:.2f}..{ratio.high:.2f})"

@@ -172,17 +172,12 @@ def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(tmp_path: 
         {"temperature": 0.6, "seed": 2},
         {"top_k": 0, "seed": 3},
     )
-    requests = [
-        {
-            "app": tiny.APP,
-            "ids": [9, 8],
-            "max_tokens": 20,
-            "sample": True,
-            "seed": str(asked["seed"]),
-            "sampling": {name: value for name, value in asked.items() if name != "seed"},
-        }
-        for asked in cases
-    ]
+    requests = []
+    for asked in cases:
+        options = {**asked}
+        seed = str(options.pop("seed"))
+        request = {"app": tiny.APP, "ids": [9, 8], "max_tokens": 20, "sample": True}
+        requests.append({**request, "seed": seed, "sampling": options})
     with Session.open(folder, threads=1) as session:
         for asked, said in zip(cases, host.decoded(folder, requests), strict=True):
             runs = session.runs(

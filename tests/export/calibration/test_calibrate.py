@@ -28,12 +28,10 @@ from ssdevice.export.calibration.calibrate import (  # noqa: E402
 from ssdevice.export.calibration.rows import Rows, tokenized  # noqa: E402
 from ssdevice.export.exporter import ExportJob  # noqa: E402
 from ssdevice.export.onnx.exporter import OnnxExporter  # noqa: E402
-from ssdevice.export.onnx.quantization import (  # noqa: E402
-    INT4_GRID,
-    simulated,
-)
+from ssdevice.export.onnx.quantization import INT4, simulated  # noqa: E402
 from ssdevice.export.onnx.target import OnnxTarget  # noqa: E402
 from ssdevice.export.plan import ExportOptions, Quant, make_plan  # noqa: E402
+from ssdevice.export.weights import Schemes  # noqa: E402
 from ssdevice.model.loading import build, load  # noqa: E402
 from ssdevice.model.step import StreamModel  # noqa: E402
 from ssdevice.model.tokenizer import open_tokenizer  # noqa: E402
@@ -99,7 +97,7 @@ def test_rows_pass_the_layers_as_in_prefill(name: str, mode: Mode) -> None:
 
 @torch.no_grad()
 def test_rows_pass_draft_layers_as_in_prefill() -> None:
-    """Main rows give the base's token, and the first draft of the last prompt token is prefill's."""
+    """Main rows give the base's token, the first draft of the last prompt token is prefill's."""
     config = StreamConfig(Mode.LOSSLESS, gamma=2, msa_layers=0, adapter_rank=0, draft_layers=1)
     model = build(tiny_model("mistral"), config, 64).eval()
     assert model.own is not None
@@ -143,7 +141,7 @@ def test_a_trained_model_loses_less_than_half() -> None:
     exact = logits(model, held)
     with simulated(model, Quant.INT4):
         nearest = loss(model, held, exact)
-    calibrate(model, text[1::3] + text[2::3], lambda *_: INT4_GRID, lambda _: None)
+    calibrate(model, text[1::3] + text[2::3], Schemes(INT4), lambda _: None)
     with simulated(model, Quant.INT4):
         assert loss(model, held, exact) < nearest / 2
 
@@ -153,7 +151,7 @@ def test_rows_that_overflow_are_an_error() -> None:
     with torch.no_grad():
         model.backbone.layers[0].mlp.down_proj.weight *= 1e38
     with pytest.raises(SSDeviceError, match="layer 1 .* not finite"):
-        calibrate(model, rows(1, VOCAB), lambda *_: INT4_GRID, lambda _: None)
+        calibrate(model, rows(1, VOCAB), Schemes(INT4), lambda _: None)
 
 
 def test_rows_are_the_same_whenever_they_are_chosen(tmp_path: Path) -> None:

@@ -17,15 +17,17 @@ from ssdevice.export.calibration.grid import (  # noqa: E402
     symmetric,
     unclipped,
 )
-from ssdevice.export.mlprogram.weights import int4_grid  # noqa: E402
-from ssdevice.export.onnx.quantization import INT4_GRID, Int4Weight  # noqa: E402
+from ssdevice.export.onnx.quantization import INT4, int4_layout  # noqa: E402
 
 GRIDS = {
-    "lowest": INT4_GRID,
+    "lowest": INT4.grid,
     "unclipped": Grid(32, unclipped, -8, 7),
     "symmetric": Grid(32, symmetric, -7, 7),
     "channel": Grid(None, symmetric, -7, 7),
 }
+
+
+FORMS = [(lowest, -8, 7), (symmetric, -7, 7), (unclipped, -8, 7)]
 
 
 def matrix(outputs: int = 48, inputs: int = 96) -> Tensor:
@@ -82,18 +84,23 @@ def test_rounding_to_nearest_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("width", [96, 80, 20])
 def test_onnx_stores_the_values_as_they_are(width: int) -> None:
     x = inputs(width)
-    made = calibrated(matrix(inputs=96)[:, :width], x.T @ x, INT4_GRID)
-    assert np.array_equal(Int4Weight.of(made.numpy().T).dequantized().T, made.numpy())
+    made = calibrated(matrix(inputs=96)[:, :width], x.T @ x, INT4.grid)
+    rounded = INT4.rounds(made)
+    assert torch.equal(rounded.dequantized(), made)
+    packed, scale = int4_layout(rounded)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scale.shape, 32).astype(int) - 8
+    values = (codes * scale[..., None]).reshape(len(made), -1)[:, :width]
+    assert np.array_equal(values.astype(np.float32), made.numpy())
 
 
 def test_executorch_stores_the_values_as_they_are() -> None:
     pytest.importorskip("torchao", reason="needs the executorch extra")
-    from ssdevice.export.executorch.quantization import INT4_GRID as GRID
+    from ssdevice.export.executorch.quantization import INT4 as STORED
     from ssdevice.export.executorch.quantization import four_bits
 
     x = inputs(96)
     linear = torch.nn.Linear(96, 48, bias=False)
-    made = calibrated(matrix(), x.T @ x, GRID)
+    made = calibrated(matrix(), x.T @ x, STORED.grid)
     linear.weight = torch.nn.Parameter(made.clone(), requires_grad=False)
     four_bits(linear)
     assert torch.equal(linear.weight.dequantize(), made)
@@ -106,8 +113,9 @@ def test_core_ml_stores_the_values_as_they_are(per_channel: bool) -> None:
 
     x = inputs(96)
     weight = matrix()
-    grid = int4_grid((48, 96), per_channel)
-    assert grid is not None
+    from ssdevice.export.mlprogram.weights import INT4_BLOCK, INT4_CHANNEL
+
+    grid = (INT4_CHANNEL if per_channel else INT4_BLOCK).grid
     weight[3] = weight[4]  # coremltools divides blocks of zeros by zero
     made = calibrated(weight, x.T @ x, grid)
     block = [1, 0] if per_channel else [1, 32]
@@ -120,11 +128,6 @@ def test_core_ml_stores_the_values_as_they_are(per_channel: bool) -> None:
 
 def test_grids_know_their_largest_codes() -> None:
     blocks = torch.tensor([[1.0, -2.0, 0.5], [4.0, -4.2, 0.0], [4.0, -3.0, 0.0]])
-    assert [
-        code.tolist() for code in (lowest(blocks)[1], symmetric(blocks)[1], unclipped(blocks)[1])
-    ] == [
-        [-8, -8, -8],
-        [-7, -7, 7],
-        [-8, 7, 7],
-    ]
-    assert lowest(blocks)[2].tolist() == pytest.approx([0.25, 0.525, -0.5])
+    found = [Grid(3, *form).anchors(blocks)[1].tolist() for form in FORMS]
+    assert found == [[-8, -8, -8], [-7, -7, 7], [-8, 7, 7]]
+    assert lowest(blocks, -8, 7)[2].tolist() == pytest.approx([0.25, 0.525, -0.5])

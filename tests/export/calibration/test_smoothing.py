@@ -91,7 +91,7 @@ def test_rows_with_outliers_lose_less() -> None:
 
 
 def test_factors_are_those_of_main_rows() -> None:
-    """A model gets the same weights with folded stream adapters, with others, and without streams."""
+    """A model gets the same weights with folded stream adapters, with others, without streams."""
     first = deep_model("llama", 4, Mode.LOSSLESS)
     second = deep_model("llama", 4, Mode.LOSSLESS)
     assert second.streams is not None

@@ -20,7 +20,7 @@ from ssdevice.contract import DRAFT, PREFILL
 from ssdevice.errors import ParityError
 from ssdevice.export.coreai import exporter as target
 from ssdevice.export.coreai.exporter import ASSET, CoreAIExporter
-from ssdevice.export.coreai.weights import Integers
+from ssdevice.export.coreai.weights import INT8, Integers
 from ssdevice.export.exporter import ExportJob, TargetResult
 from ssdevice.export.plan import Quant, make_plan
 from ssdevice.model.loading import load
@@ -101,7 +101,7 @@ def test_apps_are_functions_over_one_base() -> None:
     own streams.
     """
     exported = apps()
-    codes, _ = Integers(8, None).right_inverse(
+    codes, _ = Integers(INT8).right_inverse(
         load(base(), None, 24).model.backbone.embed_tokens.weight
     )
     assert (exported.folder / ASSET / PROGRAM).read_bytes().count(codes.numpy().tobytes()) == 1

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ssdevice.export.coreai.weights import GROUP, Halves, Integers, stored
+from ssdevice.export.coreai.weights import GROUP, INT4, INT8, Halves, Integers, stored
 from ssdevice.export.plan import Quant
+from ssdevice.export.weights import Scheme
 from ssdevice.model.loading import load
 from ssdevice.model.step import StreamModel
 from tests.export.coreai.computed import computed
@@ -48,9 +49,9 @@ def test_the_reference_has_the_stored_values_and_gets_its_own_back(quant: Quant)
     assert tied and model.backbone.lm_head.weight is model.backbone.embed_tokens.weight
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, GROUP)])
-def test_rounding_once_more_changes_nothing(bits: int, group: int | None) -> None:
-    form = Integers(bits, group)
+@pytest.mark.parametrize("scheme", [INT8, INT4])
+def test_rounding_once_more_changes_nothing(scheme: Scheme) -> None:
+    form = Integers(scheme)
     matrix = torch.randn(6, 2 * GROUP, generator=torch.Generator().manual_seed(0))
     matrix[0] = 0
     once = form(*form.right_inverse(matrix))

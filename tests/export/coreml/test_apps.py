@@ -148,12 +148,11 @@ def test_every_app_has_functions_of_its_own_and_the_base_is_one(bundle: Bundle, 
 
 def test_base_weights_are_stored_once(bundle: Bundle, package: Package):
     apps = {app.name: app.functions for app in bundle.manifest.apps}
-    whole: dict[str, dict[BlobRef, int]] = {
-        app: {
-            place: size for name in names.values() for place, size in blobs(package, name).items()
-        }
-        for app, names in apps.items()
-    }
+    whole: dict[str, dict[BlobRef, int]] = {}
+    for app, names in apps.items():
+        whole[app] = {}
+        for name in names.values():
+            whole[app] |= blobs(package, name)
     shared = whole["letters"].keys() & whole["step.plain"].keys() & whole["untouched"].keys()
     matrices = {place for place, size in whole["base"].items() if size >= WIDTH * WIDTH // 2}
     assert matrices and matrices <= shared

@@ -125,9 +125,11 @@ def test_half_a_billion_weights_become_an_int4_package(folder: Path, repository:
     size = sum(entry.size for entry in made.manifest.files.values())
     with capsys.disabled():
         print(
-            f"\n{made.manifest.model.parameters / 1e6:.0f} M parameters to {size / 1e6:.0f} MB in {seconds:.0f} s"
+            f"\n{made.manifest.model.parameters / 1e6:.0f} M parameters to {size / 1e6:.0f} MB "
+            f"in {seconds:.0f} s"
         )
         print(
-            f"peak {peak / 2**30:.2f} GiB, {used.ru_utime + used.ru_stime:.0f} s of CPU, load {os.getloadavg()}"
+            f"peak {peak / 2**30:.2f} GiB, {used.ru_utime + used.ru_stime:.0f} s of CPU, "
+            f"load {os.getloadavg()}"
         )
     assert peak < PEAK_BYTES

@@ -9,38 +9,46 @@ from ssdevice.errors import ConfigError  # noqa: E402
 from ssdevice.export.mlprogram import ops as coreml_ops  # noqa: E402
 from ssdevice.export.mlprogram.half import HalfNorm, half_norm, half_precision  # noqa: E402
 from ssdevice.export.mlprogram.options import CoreMLOptions, Deployment, KVWrite  # noqa: E402
-from ssdevice.export.mlprogram.weights import Scheme, Weight, scheme_of  # noqa: E402
+from ssdevice.export.mlprogram.weights import (  # noqa: E402
+    FLOAT16,
+    INT4_BLOCK,
+    INT4_CHANNEL,
+    INT8,
+    PALETTE4,
+    schemes,
+)
 from ssdevice.export.plan import ExportOptions, Quant  # noqa: E402
+from ssdevice.export.weights import Part, Role, Scheme  # noqa: E402
 from ssdevice.model.loading import build  # noqa: E402
 from tests.model.tiny import MODELS, tiny_model  # noqa: E402
 
 CALLS_LAYER_NORM = ("OlmoLayerNorm", "NemotronLayerNorm1P")
 
 
-def weight(
-    shape: tuple[int, int], lookup: bool = False, name: str = "p_module_model_w_to_fp16"
-) -> Weight:
-    return Weight(name, shape, lookup)
-
-
 @pytest.mark.parametrize(
-    ("made", "quant", "per_channel", "scheme"),
+    ("part", "shape", "quant", "per_channel", "scheme"),
     [
-        (weight((64, 64)), Quant.FP16, False, Scheme.FLOAT16),
-        (weight((64, 64)), Quant.INT8, False, Scheme.INT8),
-        (weight((64, 64)), Quant.INT4, False, Scheme.INT4_BLOCK),
-        (weight((64, 48)), Quant.INT4, True, Scheme.INT4_CHANNEL),
-        (weight((64, 48)), Quant.INT4, False, Scheme.INT8),
-        (weight((64, 64)), Quant.PALETTE4, False, Scheme.PALETTE4),
-        (weight((100, 64), lookup=True), Quant.INT4, False, Scheme.INT8),
-        (weight((100, 64), lookup=True), Quant.PALETTE4, False, Scheme.INT8),
-        (weight((1072, 8), lookup=True), Quant.INT8, False, Scheme.FLOAT16),
-        (weight((8, 8)), Quant.INT8, False, Scheme.FLOAT16),
-        (weight((64, 64), name="p_model_streams_adapters_1_up"), Quant.INT4, False, Scheme.FLOAT16),
+        (Part.DOWN, (64, 64), Quant.FP16, False, FLOAT16),
+        (Part.DOWN, (64, 64), Quant.INT8, False, INT8),
+        (Part.DOWN, (64, 64), Quant.INT4, False, INT4_BLOCK),
+        (Part.DOWN, (64, 48), Quant.INT4, True, INT4_CHANNEL),
+        (Part.DOWN, (64, 48), Quant.INT4, False, INT8),
+        (Part.DOWN, (64, 64), Quant.PALETTE4, False, PALETTE4),
+        (Part.HEAD, (100, 64), Quant.INT4, False, INT4_BLOCK),
+        (Part.EMBEDDING, (100, 64), Quant.INT4, False, INT8),
+        (Part.EMBEDDING, (100, 64), Quant.PALETTE4, False, INT8),
+        (Part.DOWN, (8, 8), Quant.INT8, False, FLOAT16),
+        (Part.FACTOR, (64, 64), Quant.INT4, False, FLOAT16),
+        (Part.OWN_FACTOR, (64, 64), Quant.INT4, False, FLOAT16),
+        (Part.DRAFT, (64, 64), Quant.INT4, False, FLOAT16),
     ],
 )
-def test_scheme_of_a_weight(made: Weight, quant: Quant, per_channel: bool, scheme: Scheme):
-    assert scheme_of(made, quant, per_channel, vocab=100) is scheme
+def test_scheme_of_a_weight(
+    part: Part, shape: tuple[int, int], quant: Quant, per_channel: bool, scheme: Scheme
+):
+    found, uneven = schemes(quant, per_channel).of(Role(part), torch.zeros(shape))
+    assert found is scheme
+    assert uneven == (quant is Quant.INT4 and scheme is INT8 and part is Part.DOWN)
 
 
 @pytest.mark.parametrize("length", [0, 3, 9])

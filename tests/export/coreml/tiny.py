@@ -12,8 +12,9 @@ from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import CHOOSING, FUNCTIONS, PLAIN, PREFILL, STEP, Geometry
 from ssdevice.export.coreml.exporter import convert, save
 from ssdevice.export.mlprogram.options import CoreMLOptions, KVWrite
-from ssdevice.export.mlprogram.weights import compress
+from ssdevice.export.mlprogram.weights import Compression, schemes
 from ssdevice.export.plan import Quant
+from ssdevice.export.weights import stored
 from ssdevice.model.loading import build
 from ssdevice.model.step import StreamModel
 from ssdevice.tree import Tree
@@ -105,8 +106,11 @@ def program(
     """One function. Only ``step`` depends on the schedule."""
     if name != STEP and schedule is not Schedule.DEFERRED:
         return program(name, quant, mode, Schedule.DEFERRED, write, per_channel)
-    made = convert(name, model(mode), GEOMETRY, schedule, CoreMLOptions(kv_write=write))
-    assert compress(made, quant, per_channel, VOCAB, {}) == ()
+    whole = model(mode)
+    compression = Compression(stored(whole, schemes(quant, per_channel)))
+    options = CoreMLOptions(kv_write=write)
+    made = convert(name, whole, GEOMETRY, schedule, options, compression)
+    assert compression.notes == []
     return made
 
 

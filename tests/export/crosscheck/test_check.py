@@ -222,7 +222,10 @@ def test_settings_that_a_bundle_does_not_apply_are_said_wherever_it_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     bundle = str(penalized / "bundle")
-    note = f"{NOT_APPLIED}: num_beams=2, repetition_penalty=1.3: generate() of transformers gives other answers"
+    note = (
+        f"{NOT_APPLIED}: num_beams=2, repetition_penalty=1.3: generate() of transformers gives "
+        "other answers"
+    )
     sampling = "generation_config.json asks for sampling (top_p=0.9); the bundle decodes greedily"
     assert Bundle.open(penalized / "bundle").manifest.notes[:2] == (note, sampling)
     rows = tmp_path / "rows.jsonl"

@@ -89,7 +89,8 @@ def test_settings_that_change_nothing_are_not_named(asked: dict[str, Any]) -> No
 def test_sampling_is_named_once_and_gently() -> None:
     notes = generation_notes(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9))
     assert notes == (
-        "generation_config.json asks for sampling (temperature=0.6, top_p=0.9); the bundle decodes greedily",
+        "generation_config.json asks for sampling (temperature=0.6, top_p=0.9); "
+        "the bundle decodes greedily",
     )
     assert (
         generation_notes(GenerationConfig(temperature=0.6)) == ()
@@ -152,7 +153,8 @@ def test_what_a_host_applies_is_in_the_manifest_and_not_in_notes(tmp_path: Path)
     assert generation_notes(GenerationConfig(**ALL), choose=True) == ()
     left = GenerationConfig(**ALL, num_beams=2, top_h=0.3)
     assert [note.split(" asks for ")[1] for note in generation_notes(left, choose=True)] == [
-        "settings that a bundle does not apply: num_beams=2: generate() of transformers gives other answers",
+        "settings that a bundle does not apply: num_beams=2: "
+        "generate() of transformers gives other answers",
         "sampling (top_h=0.3); the bundle does not apply this",
     ]
     for off in (

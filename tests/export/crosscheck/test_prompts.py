@@ -62,7 +62,7 @@ def test_what_a_tokenizer_puts_behind_every_text_is_no_part_of_a_plain_prompt(
 
 
 def test_special_tokens_that_a_normalizer_renames_are_no_text(tmp_path: Path) -> None:
-    """The library shows them, as in the first Llamas, although the file says that they are special."""
+    """The library shows them, as in the first Llamas, though the file calls them special."""
     content = json.loads(copy("byte_fallback").to_str())
     prepend = {"type": "Prepend", "prepend": "▁"}
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -130,7 +130,8 @@ def test_another_tokenizer_is_named(
         ),
         (
             "{%- if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML,
-            "the prompt system: .* has the ids none, because the template refuses it, with transformers",
+            "the prompt system: .* has the ids none, because the template refuses it, "
+            "with transformers",
         ),
     ],
 )

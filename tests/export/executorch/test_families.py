@@ -1,4 +1,4 @@
-"""Every family's step lowers, and speculative decoding with it commits the rows of plain decoding."""
+"""Every family's step lowers, and speculation with it commits the rows of plain decoding."""
 
 from __future__ import annotations
 

@@ -154,9 +154,10 @@ def stale_norm(deep: Deep) -> list[Change]:
 def rope_off_by_one(deep: Deep) -> list[Change]:
     tables = [node for node in deep.order if node.target is torch.ops.aten.embedding.default]
     shapes = {node for table in tables for node in table.users if "reshape" in str(node.target)}
-    rotating = [
-        node for node in shapes if sum(deep.inside(user) for user in node.users) == 2
-    ]  # queries and keys
+    rotating = []
+    for node in shapes:
+        if sum(deep.inside(user) for user in node.users) == 2:  # queries and keys
+            rotating.append(node)
     assert len(rotating) == 2  # cosines and sines
     return [(node, lambda value: value.roll(-1, -2), deep.inside) for node in rotating]
 

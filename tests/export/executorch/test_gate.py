@@ -1,4 +1,4 @@
-"""The parity gate refuses a program that computes something else, however quietly it was lowered."""
+"""The parity gate refuses a program that computes something else, however quietly it lowers."""
 
 from __future__ import annotations
 

@@ -96,10 +96,10 @@ def test_both_storages_hold_the_rows_the_step_commits(name: str, stacked: bool) 
     names = ["keys", "values"] if stacked else state_names(geometry)
     assert [key for key, _ in form.named_buffers() if key in names] == names
     noise = torch.randn(2, *state_shape(geometry), generator=torch.Generator().manual_seed(0))
-    given = [
-        torch.ones([int(size) for size in tensor.shape], dtype=torch.int32)
-        for tensor in spec.inputs
-    ]
+    given = []
+    for tensor in spec.inputs:
+        shape = [int(size) for size in tensor.shape]
+        given.append(torch.ones(shape, dtype=torch.int32))
     given[-1] = int32(9)
     with torch.no_grad():
         for state, value in zip((form.keys, form.values), noise, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from numpy.typing import NDArray
 
 from ssdevice.adapters.slots import Slot, SlotKind
@@ -16,10 +17,10 @@ from ssdevice.adapters.storage import LEVELS, int8_factors
 from ssdevice.export.onnx.editor import CONTRIB, OPSET, Editor, tag
 from ssdevice.export.onnx.functions import ZERO_POINT, add_functions
 from ssdevice.export.onnx.linears import LINEAR, LINEAR_DOMAIN
-from ssdevice.export.onnx.quantization import WeightStore, quantize
+from ssdevice.export.onnx.quantization import quantize, schemes
 from ssdevice.export.onnx.slots import SlotBook
 from ssdevice.export.plan import Quant
-from ssdevice.model.roles import Part, Role
+from ssdevice.export.weights import Part, Role, Stored
 from ssdevice.runtime.onnx.kernels import DOMAIN, HALF_LINEAR
 
 Floats = NDArray[np.float32]
@@ -65,11 +66,21 @@ def quantized(
         inputs, outputs, nodes=nodes, initializers=initializers, opset_imports={"": 23, CONTRIB: 1}
     )
     edit = Editor(ir.Model(graph, ir_version=11))
-    tag(edit.model, roles or {})
-    quantize(edit, quant, WeightStore(), book)
+    tag(edit.model, {value.name or "": row(value, quant, roles or {}) for value in initializers})
+    quantize(edit, quant, {}, book)
     add_functions(edit.model, alone=inputs[0].shape is not None and inputs[0].shape[1] == 1)
     content: bytes = ir.serde.serialize_model(edit.model).SerializeToString()
     return content
+
+
+def row(value: ir.Value, quant: Quant, roles: Mapping[str, Role]) -> Stored:
+    """The row of an initializer in the table of weights; without a role it is a linear's."""
+    name = value.name or ""
+    assert value.const_value is not None
+    weight = torch.from_numpy(value.const_value.numpy())
+    role = roles.get(name, Role(Part.LINEAR))
+    scheme, _ = schemes(quant).of(role, weight)
+    return Stored((name,), (), weight, role, scheme)
 
 
 def linears_model(rows: int, weights: list[Floats], quant: Quant) -> bytes:

@@ -163,8 +163,10 @@ def test_rejected_drafts_change_nothing(exported: Callable[[str], Bundle], name:
     seen = []
     for seed in range(4):
         draw = np.random.default_rng(seed)
-        others = [[int(i) for i in draw.integers(0, g.vocab, g.k)] for _ in range(g.gamma - 1)]
-        others = [[i if i != truth[2] else i + 1 for i in row] for row in others]
+        others = []
+        for _ in range(g.gamma - 1):
+            row = draw.integers(0, g.vocab, g.k).tolist()
+            others.append([i if i != truth[2] else i + 1 for i in row])
         out = driver.step(root, [first, *others], 5)
         seen.append((out, driver.rows(5, 7)))
         assert out.tokens == truth[1:3]

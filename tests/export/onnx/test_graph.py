@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from ssdevice.contract import TensorSpec
 from ssdevice.export.forms import rotary
+from ssdevice.export.onnx.editor import tag
 from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.fused import add_norms
-from ssdevice.export.onnx.quantization import WeightStore, quantize
+from ssdevice.export.onnx.quantization import quantize, schemes
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant
+from ssdevice.export.weights import by_name, stored
 
 Turned = tuple[Tensor, Tensor, Tensor]
 
@@ -41,7 +43,8 @@ def check(module: Called, inputs: dict[str, Tensor], outputs: int = 1, **counts:
     ]
     edit = trace(module, specs, [f"y{i}" for i in range(outputs)])
     add_norms(edit)
-    quantize(edit, Quant.FP32, WeightStore())
+    tag(edit.model, by_name(module, stored(module, schemes(Quant.FP32))))
+    quantize(edit, Quant.FP32, {})
     kinds = [node.op_type for node in edit.graph]
     assert {kind: kinds.count(kind) for kind in counts} == counts
     edit.graph.opset_imports["com.microsoft"] = 1

@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +16,16 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 
 from ssdevice.adapters.storage import int8_factors
 from ssdevice.bundle.folder import Bundle
 from ssdevice.cli import main
-from ssdevice.export.onnx import fused
+from ssdevice.export.onnx import fused, quantization
 from ssdevice.export.onnx.editor import CONTRIB, OPSET
 from ssdevice.export.onnx.functions import add_functions, attention_form
 from ssdevice.export.onnx.graphs import parts_of, show_regions
-from ssdevice.export.onnx.quantization import Int4Weight
+from ssdevice.export.onnx.quantization import INT4, Layout, int4_layout
 from ssdevice.export.plan import Quant
 from ssdevice.runtime.engine import EngineOptions, open_engine
 from ssdevice.runtime.loop import prefill
@@ -71,9 +71,10 @@ def session(model: bytes, library: Path | None, threads: int = 1) -> ort.Inferen
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
+def int4_linear(x: np.ndarray, layout: Layout) -> np.ndarray:
     """What int4.cpp says at its top, in NumPy: ``x [R, K]`` -> ``[R, N]``."""
-    blocks = weight.scale.shape[1]
+    packed, scale = layout
+    blocks = scale.shape[1]
     padded = np.zeros((len(x), blocks * 32), np.float32)
     padded[:, : x.shape[1]] = x
     grouped = padded.reshape(len(x), blocks, 32)
@@ -81,13 +82,11 @@ def int4_linear(x: np.ndarray, weight: Int4Weight) -> np.ndarray:
     inverse = np.float32(127) / np.where(peak > 1e-35, peak, np.float32(np.inf))
     codes = np.rint(grouped * inverse[..., None]).astype(np.int32)
     scales = peak * np.float32(1 / 127)
-    values = np.stack([weight.codes & 15, weight.codes >> 4], axis=-1).reshape(
-        *weight.scale.shape, 32
-    )
-    y = np.zeros((len(x), len(weight.codes)), np.float32)
+    values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scale.shape, 32)
+    y = np.zeros((len(x), len(packed)), np.float32)
     for b in range(blocks):
         sums = codes[:, b] @ (values[:, b].astype(np.int32) - 8).T
-        y += sums.astype(np.float32) * (weight.scale[None, :, b] * scales[:, b, None])
+        y += sums.astype(np.float32) * (scale[None, :, b] * scales[:, b, None])
     return y
 
 
@@ -109,12 +108,12 @@ def test_every_row_has_numpys_bits_among_any_number_of_rows(
         rng.standard_normal((max(ROWS), inputs)) * 10 ** rng.uniform(-4, 4, (max(ROWS), 1))
     ).astype(np.float32)
     x[1], x[2], x[4] = 0, 1e-38, np.sign(x[4])
-    form = Int4Weight.of(weight.T)
-    assert not (form.scale.view(np.uint32) & 0xFFFF).any()
+    codes, scale = int4_layout(INT4.rounds(torch.from_numpy(weight)))
+    assert not (scale.view(np.uint32) & 0xFFFF).any()
     if bits == "float32":  # as in bundles of earlier versions
-        form = replace(form, scale=form.scale * np.float32(1.001))
-        monkeypatch.setattr(Int4Weight, "of", lambda _: form)
-    expected = int4_linear(x, form)
+        scale = scale * np.float32(1.001)
+        monkeypatch.setattr(quantization, "int4_layout", lambda _: (codes, scale))
+    expected = int4_linear(x, (codes, scale))
     for rows in ROWS:
         model = forms.linears_model(rows, [weight], Quant.INT4)
         (found,) = session(model, library, threads).run(None, {"x": x[None, :rows]})
@@ -217,7 +216,7 @@ def head_model(rows: int, weight: np.ndarray, kind: str) -> bytes:
 
 
 def heads() -> dict[str, np.ndarray]:
-    """Heads ``[V, K]``, from many tokens to such in which the lower bits of weights are no noise."""
+    """Heads ``[V, K]``, from many tokens to such in which the lower bits of weights matter."""
     rng = np.random.default_rng(5)
     drawn = {
         shape: rng.standard_normal(shape).astype(np.float32)
@@ -286,11 +285,11 @@ ARM_GCC = "aarch64-linux-gnu-g++"
 ARM = ("qemu-aarch64", "-cpu", "max")
 on_arm = pytest.mark.skipif(
     shutil.which(ARM_GCC) is None or shutil.which(ARM[0]) is None,
-    reason=f"needs {ARM_GCC} and {ARM[0]} (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
+    reason=f"needs {ARM_GCC} and {ARM[0]} "
+    "(Debian: apt-get install g++-aarch64-linux-gnu qemu-user)",
 )
-CLANG = next(
-    (name for number in range(22, 16, -1) if shutil.which(name := f"clang++-{number}")), None
-)
+CLANG_NAMES = [f"clang++-{number}" for number in range(22, 16, -1)]
+CLANG = next((name for name in CLANG_NAMES if shutil.which(name)), None)
 """One that compiles single functions for the dot product, as Android's does."""
 ARM_COMPILERS = [[ARM_GCC, "-O1"], pytest.param([ARM_GCC], marks=pytest.mark.slow)]
 """As fast to compile as instructions that the sources name allow, and as users get them."""
@@ -652,11 +651,10 @@ def test_kernels_of_this_cpu_and_portable_ones_give_the_same_bits(kind: str) -> 
         for past in (21, 32):
             chunk = attention_inputs(kind, past, 64, np.tril(np.ones((32, 32), bool)), past, groups)
             models.append((attention_model(kind, 32, past, 64, groups=groups), chunk))
-    found = [
-        [session(model, built(cpu)).run(None, feeds)[0] for model, feeds in models]
-        for cpu in ("native", "portable")
-    ]
-    for native, portable in zip(*found, strict=True):
+    for model, feeds in models:
+        native, portable = (
+            session(model, built(cpu)).run(None, feeds)[0] for cpu in ("native", "portable")
+        )
         np.testing.assert_array_equal(native, portable)
 
 

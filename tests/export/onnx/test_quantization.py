@@ -9,19 +9,31 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ssdevice.config import StreamConfig
-from ssdevice.export.onnx.quantization import BLOCK, Int4Weight, Int8Weight, simulated
+from ssdevice.export.calibration.grid import Rounded
+from ssdevice.export.onnx.quantization import BLOCK, INT4, INT8, int4_layout, schemes, simulated
 from ssdevice.export.plan import Quant
+from ssdevice.export.weights import Part, Scheme, stored
 from ssdevice.model.loading import build
-from ssdevice.model.roles import roles_of
 from tests.export.onnx.forms import linears_model
 
 RNG = np.random.default_rng(0)
 
 
+def rounded(weight: np.ndarray, scheme: Scheme) -> Rounded:
+    """``weight [K, N]`` in a scheme."""
+    assert scheme.rounds is not None
+    return scheme.rounds(torch.from_numpy(weight.T))
+
+
+def error(weight: np.ndarray, form: Rounded) -> np.ndarray:
+    """How much each weight changes, ``[K, N]``."""
+    return np.abs(form.dequantized().numpy().T - weight)
+
+
 def test_int8_errs_by_half_a_level_at_most() -> None:
     weight = RNG.standard_normal((96, 40)).astype(np.float32)
-    form = Int8Weight.of(weight)
-    assert (np.abs(form.dequantized() - weight) <= form.scale * 0.5001).all()
+    form = rounded(weight, INT8)
+    assert (error(weight, form) <= form.scale[:, 0].numpy() * 0.5001).all()
     assert form.codes.min() >= -127
 
 
@@ -34,38 +46,40 @@ def test_int8_neighbours_fit_a_sum_of_16_bits(inputs: int, kind: str) -> None:
         "equal": np.ones,
     }
     weight = (draws[kind]((inputs, 40)) * RNG.exponential(1, 40)).astype(np.float32)
-    form = Int8Weight.of(weight)
+    form = rounded(weight, INT8)
     even = inputs // 2 * 2
-    pairs = form.codes[0:even:2].astype(int) + form.codes[1:even:2]
+    codes = form.codes[:, 0].numpy().astype(int)
+    scale = form.scale[:, 0].numpy()
+    pairs = codes[:, 0:even:2] + codes[:, 1:even:2]
     assert np.abs(pairs).max(initial=0) * 255 < 2**15
-    assert (np.abs(form.dequantized() - weight) <= form.scale * 0.5001).all()
+    assert (error(weight, form) <= scale * 0.5001).all()
     # Never coarser than seven bits, and eight where no two neighbours stand in the way.
-    assert (form.scale <= np.abs(weight).max(axis=0) / 63.5).all()
-    assert inputs > 1 or (np.abs(form.codes) == 127).all()
+    assert (scale <= np.abs(weight).max(axis=0) / 63.5).all()
+    assert inputs > 1 or (np.abs(codes) == 127).all()
 
 
 @pytest.mark.parametrize("inputs", [32, 40, 704])
 def test_int4_errs_by_half_a_level_but_at_the_end_of_the_range(inputs: int) -> None:
     weight = RNG.standard_normal((inputs, 24)).astype(np.float32)
-    form = Int4Weight.of(weight)
-    assert form.codes.shape == (24, -(-inputs // BLOCK), BLOCK // 2)
+    form = rounded(weight, INT4)
+    assert int4_layout(form)[0].shape == (24, -(-inputs // BLOCK), BLOCK // 2)
     # 16 codes around a zero point of 8 reach 7 levels to one side and 8 to the other; a level is a
     # bfloat16, so eight of them may lack 8 / 2^8 of one.
-    level = np.repeat(np.abs(form.scale), BLOCK, axis=1).T[:inputs]
-    assert (np.abs(form.dequantized() - weight) <= level * (1.0001 + 8 / 2**8)).all()
+    level = np.repeat(np.abs(form.scale.numpy()), BLOCK, axis=1).T[:inputs]
+    assert (error(weight, form) <= level * (1.0001 + 8 / 2**8)).all()
 
 
 def test_columns_of_zeros_stay_zero() -> None:
     weight = np.zeros((64, 3), np.float32)
-    assert not Int8Weight.of(weight).dequantized().any()
-    assert not Int4Weight.of(weight).dequantized().any()
+    for scheme in (INT8, INT4):
+        assert not rounded(weight, scheme).dequantized().any()
 
 
 def test_a_block_of_zeros_adds_nothing_to_a_product() -> None:
     weight = RNG.standard_normal((256, 256)).astype(np.float32)
     weight[32:96] = 0
     weight[:, 7] = 0
-    assert (Int4Weight.of(weight).scale[:, 1:3] == 0).all()
+    assert (rounded(weight, INT4).scale[:, 1:3] == 0).all()
     x = np.zeros((1, 8, 256), np.float32)
     x[..., 32:96] = RNG.standard_normal((1, 8, 64)) * 1000
     (product,) = linear_graph(8, [weight.T], Quant.INT4).run(None, {"x": x})
@@ -136,8 +150,8 @@ def test_terms_of_the_streams_themselves_stay_floats(quant: Quant) -> None:
     expected = streams.start(h, 4, chosen)
     with simulated(model, quant):
         assert torch.equal(streams.start(h, 4, chosen), expected)
-    roles = roles_of(model)
-    stay = {name for name, role in roles.items() if role.own}
+    table = stored(model, schemes(quant))
+    stay = {one.names[0] for one in table if one.role.part == Part.OWN_FACTOR}
     assert stay == {
         f"streams.{term}.{side}.weight" for term in ("token", "f") for side in ("down", "up")
     }

@@ -15,12 +15,13 @@ from ssdevice.config import Mode, Schedule, StreamConfig
 from ssdevice.contract import PAST, PLAIN, PREFILL, STEP, CacheForm, Geometry, TensorSpec, functions
 from ssdevice.errors import UnsupportedModelError
 from ssdevice.export.forms import ExternalCacheForm, exportable, function_module, top_k
-from ssdevice.export.onnx.editor import Editor
+from ssdevice.export.onnx.editor import Editor, tag
 from ssdevice.export.onnx.functions import add_functions
 from ssdevice.export.onnx.fused import add_norms
-from ssdevice.export.onnx.quantization import WeightStore, quantize
+from ssdevice.export.onnx.quantization import quantize, schemes
 from ssdevice.export.onnx.tracing import trace
 from ssdevice.export.plan import Quant
+from ssdevice.export.weights import by_name, stored
 from ssdevice.model.loading import build
 from ssdevice.model.operators import argmax
 from ssdevice.tree import Tree
@@ -73,7 +74,8 @@ def test_every_function_of_every_family(family: str) -> None:
             form = ExternalCacheForm(name, module, backbone.kv_heads).eval()
             edit = trace(form, spec.inputs, [tensor.name for tensor in spec.outputs])
             add_norms(edit)
-            quantize(edit, Quant.FP32, WeightStore())
+            tag(edit.model, by_name(form, stored(model, schemes(Quant.FP32))))
+            quantize(edit, Quant.FP32, {})
             with torch.no_grad():
                 expected = form(*(torch.from_numpy(given[tensor.name]) for tensor in spec.inputs))
             for tensor, mine, theirs in zip(spec.outputs, run(edit, given), expected, strict=True):
@@ -121,7 +123,8 @@ def test_an_operator_in_place_changes_what_comes_after_it() -> None:
     x = np.arange(4, dtype=np.float32)[None]
     module = Clamped(view=False).eval()
     edit = trace(module, [TensorSpec("x", (1, 4), FLOAT)], ["y"])
-    quantize(edit, Quant.FP32, WeightStore())
+    tag(edit.model, by_name(module, stored(module, schemes(Quant.FP32))))
+    quantize(edit, Quant.FP32, {})
     np.testing.assert_allclose(
         run(edit, {"x": x})[0], module(torch.from_numpy(x))[0].detach().numpy(), atol=1e-6
     )
