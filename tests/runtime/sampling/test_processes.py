@@ -140,6 +140,7 @@ def test_a_grammar_that_takes_too_much_ends_by_itself(name: str, apart: Processe
 
 
 def test_what_takes_too_long_ends_one_process(apart: Processes) -> None:
+    apart.allowance = Allowance(seconds=0.4, memory=1 << 30)
     held = [apart.open("lark", f"start: /[a-f]{{{i}}}/") for i in (1, 2)]
     for each in held:
         each.close()
@@ -205,6 +206,8 @@ def test_memory_is_limited_where_the_system_sets_no_limit(
 def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has taken much is ended; of others, and of small grammars, few are kept."""
     tokenizer = fresh()
+    processes_of(tokenizer)  # those of another tokenizer, which are kept no longer, end now
+    gc.collect()
     ended = []
     end = processes._Process.end
     monkeypatch.setattr(

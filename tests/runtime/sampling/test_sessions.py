@@ -242,7 +242,7 @@ def test_what_is_not_asked_for_is_as_the_model_recommends(
     assert run("--temperature", "0") == run("--logprobs", "1") == run()
     assert main(["inspect", str(tmp_path / "b")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "do_sample True" in said and "temperature 0.6" in said
+    assert "do_sample yes" in said and "temperature 0.6" in said
     for off in (["--sample"], ["--top-p", "0.5"], ["--seed", "3"]):
         assert main(["run", str(tmp_path / "b"), "--prompt", "1", "--temperature", "0", *off]) == 2
         assert f"{off[0]} has no effect: --temperature 0" in capsys.readouterr().err
