@@ -256,7 +256,7 @@ def test_what_the_model_recommends_is_used_when_sampling_is_asked_for(folder: Pa
         == run(bundle.folder, lines(prompts), "--max-tokens", "20", "--temperature", "0").stdout
     )
     wrong = recommending(bundle, folder, top_p=3.0)
-    refused(run(wrong, "1\n", "--sample"), "top_p is 3.0, expected more than 0 to 1.0")
+    refused(run(wrong, "1\n", "--sample"), "top_p is 3.0, expected above 0, at most 1")
 
 
 def test_fields_that_a_manifest_leaves_out_change_nothing(folder: Path) -> None:

@@ -202,8 +202,8 @@ def test_fields_that_a_manifest_leaves_out_change_nothing(tmp_path: Path) -> Non
     ("sampling", "message"),
     [
         ({"temperature": -1}, "temperature is -1, expected 0 to 100"),
-        ({"temperature": 1e-7}, "temperature is 1e-7, expected 0 or 1e-6 to 100"),
-        ({"top_p": 0}, "top_p is 0, expected 5e-324 to 1"),
+        ({"temperature": 1e-7}, "temperature is 1e-7, expected 0 (greedy), or 1e-6 to 100"),
+        ({"top_p": 0}, "top_p is 0, expected above 0, at most 1"),
         ({"suppress": [9999]}, "token 9999 is not one of the model's 99"),
         ({"bad_words": [[]]}, "bad_words has a sequence without tokens"),
     ],
