@@ -309,6 +309,10 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(
         assert b"error: unknown command /nonsense" in until(rb"> $")
         os.write(user_end, b"/save " + b"x" * 300 + b"\n")
         assert b"File name too long" in until(rb"> $")
+        os.write(user_end, prompt.encode() + b"\n")
+        assert (GREEN in until(rb"; \w+\]\s+(\x1b\S+)?> $")) == colours
+        os.write(user_end, b"/reset\r")
+        until(rb"reset\s+(\x1b\S+\s*)?(\x1b\S+)?> $")
         os.write(user_end, b"\x1b[200~/x\rhello\nb\x1b[201~")
         until(rb"hello")
         os.write(user_end, b"\r")
@@ -317,10 +321,6 @@ def test_at_a_terminal_accepted_drafts_are_coloured_and_errors_end_nothing(
         until(rb"pasted.json\s+(\x1b\S+\s*)?(\x1b\S+)?> $")
         pasted, _ = json.loads(Path("pasted.json").read_text())
         assert pasted == user("/x\nhello\nb")
-        os.write(user_end, b"/reset\r")
-        until(rb"reset\s+(\x1b\S+\s*)?(\x1b\S+)?> $")
-        os.write(user_end, prompt.encode() + b"\n")
-        assert (GREEN in until(rb"; \w+\]\s+(\x1b\S+)?> $")) == colours
         for _ in range(
             6
         ):  # readline does not see Ctrl-C between its prompt and its wait; a user presses again
