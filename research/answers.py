@@ -14,7 +14,7 @@ from ssdevice.model.step import StreamModel
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train import evaluation, trainer
 from ssdevice.train.batches import collate
-from ssdevice.train.decoding import Decoding
+from ssdevice.model.decoding import Decoding
 from ssdevice.train.loss import LossWeights, StreamingLoss
 
 

@@ -24,7 +24,7 @@ from ssdevice.model import loading
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train import checkpoint
 from ssdevice.train.batches import collate
-from ssdevice.train.decoding import Decoding
+from ssdevice.model.decoding import Decoding
 from ssdevice.tree import MISS, Tree, tokens_per_step
 from tests.runtime import tiny_bundle as tiny
 

@@ -161,7 +161,7 @@ class Manifest(Ruled):
 
     ``tools``: package -> version. ``mode``, ``msa_layers``: of the first app with streams; apps
     that are not merged may differ. ``functions``: those of the contract that the bundle has.
-    ``calibrated_rows``: rows of the apps' data used to round weights; 0: rounded to nearest.
+    ``calibrated_rows``: rows, of data or the model's own, used to round weights; 0: to nearest.
     ``sampling``: what the model's ``generation_config.json`` asks of hosts that choose tokens.
     ``notes``: how the bundle differs from the request, one sentence each. ``parity``: the largest
     differences from the reference, measured by the export. ``roles``: role -> its file or folder.

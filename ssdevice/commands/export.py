@@ -11,11 +11,14 @@ from ssdevice.commands import opening
 from ssdevice.commands.opening import DEFAULT_QUANT, QUANTS, positive
 from ssdevice.commands.progress import Progress
 from ssdevice.config import Schedule
-from ssdevice.errors import needs_extra
+from ssdevice.errors import ConfigError, needs_extra
 from ssdevice.export.plan import ExportOptions, Quant, make_plan
 from ssdevice.export.target import all_options, export_target, exporter
 from ssdevice.memory import keep_no_large_blocks
 from ssdevice.tree import FORMS, Tree
+
+TO_NEAREST = "none"
+"""Instead of a file for ``--calibrate``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="round weights with rows of the app's data (JSON Lines) instead of to nearest; for "
-        "int4",
+        help="rows of the app's data (JSON Lines) with which int4 weights are rounded; default: "
+        f"text that the model writes; {TO_NEAREST}: each weight to nearest, which is worse",
     )
     add(
         "--tree",
@@ -144,6 +147,9 @@ def _options(args: argparse.Namespace) -> ExportOptions:
     parsed = [kind.parse(args) for kind in all_options()]
     chosen = tuple(options for options in parsed if options is not None)
     form = export_target(args.target).form(chosen)
+    to_nearest = Path(TO_NEAREST) in args.calibrate
+    if to_nearest and len(args.calibrate) > 1:
+        raise ConfigError(f"--calibrate {TO_NEAREST} goes with no file")
     names = [Path(args.model).resolve().name, *(name for name, _ in adapters), form, args.quant]
     given = {
         each.name: getattr(args, each.name) for each in fields(ExportOptions) if each.name in args
@@ -156,7 +162,8 @@ def _options(args: argparse.Namespace) -> ExportOptions:
         "schedule": Schedule(args.schedule) if args.schedule else None,
         "target_options": chosen,
         "adapter_precision": Quant(args.adapter_precision),
-        "calibrate": tuple(args.calibrate),
+        "calibrate": () if to_nearest else tuple(args.calibrate),
+        "own_text": not to_nearest,
         "phrases": tuple(args.phrases),
         "choose": args.choose == "host",
     }

@@ -109,9 +109,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_special_tokens(parser: argparse.ArgumentParser) -> None:
-    what = "read special tokens that are written in messages as such, as transformers does"
     parser.add_argument(
-        "--special-tokens", action="store_true", help=f"{what} (default: they are text)"
+        "--special-tokens",
+        action="store_true",
+        help="read special tokens that are written in messages as such, as transformers does "
+        "(default: they are text)",
     )
 
 

@@ -7,7 +7,7 @@ from ssdevice import __version__
 from ssdevice.bundle.manifest import AdapterKind, CacheDtype, Manifest, ModelIdentity
 from ssdevice.contract import CacheForm
 from ssdevice.errors import ConfigError
-from ssdevice.export.calibration.calibrate import calibration_notes
+from ssdevice.export.calibration.calibrate import calibrated_rows, calibration_notes
 from ssdevice.export.exporter import TargetResult
 from ssdevice.export.plan import ExportPlan
 from ssdevice.text.chat_template import PLAIN_PROMPT
@@ -41,7 +41,7 @@ def make_manifest(plan: ExportPlan, result: TargetResult, parity: Mapping[str, f
         chat=chat,
         apps=apps,
         default_app=apps[0].name,
-        calibrated_rows=len(plan.calibration),
+        calibrated_rows=calibrated_rows(plan),
         sampling=plan.sampling,
         notes=tuple(filter(None, notes)),
         parity=dict(parity),

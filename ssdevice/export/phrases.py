@@ -40,12 +40,9 @@ def read_phrases(
         entry & (1 << vocab.bit_length()) - 1 for entry in memoryview(table).cast("I") if entry
     ]
     if not tokens or not 0 < min(tokens) <= max(tokens) <= vocab:
-        why = (
-            f"no table of a model with {vocab} tokens"
-            if made
-            else f"nothing is said {LEAST} times; add answers"
-        )
-        raise InputError(f"--phrases {files[0]}: {why}")
+        if made:
+            raise InputError(f"--phrases {files[0]}: no table of a model with {vocab} tokens")
+        raise InputError(f"--phrases {files[0]}: nothing is said {LEAST} times; add answers")
     return table
 
 

@@ -44,7 +44,8 @@ class ExportOptions:
     prefill. ``slots``: keep even a single adapter separate from the base, so that apps can be added
     and switched. ``adapter_precision``: how separate adapters store their floats, see
     ``ssdevice.adapters.storage``. ``calibrate``: data files of the apps, with whose rows weights
-    are rounded instead of to nearest. ``phrases``: files with the model's own answers, or one with
+    are rounded instead of to nearest. ``own_text``: where there are none, with text that the model
+    writes. ``phrases``: files with the model's own answers, or one with
     the table made of them: what it says often is drafted without streams. ``choose``: with
     functions for a host that chooses tokens. ``cross_check``: compare with transformers and PEFT
     before graphs are written. ``target_options``: options of some targets only, at most one of each
@@ -64,6 +65,7 @@ class ExportOptions:
     slots: bool = False
     adapter_precision: Quant = Quant.FP32
     calibrate: tuple[Path, ...] = ()
+    own_text: bool = True
     phrases: tuple[Path, ...] = ()
     choose: bool = False
     cross_check: bool = True
@@ -104,8 +106,8 @@ class ExportPlan:
     are separate. ``geometry``: the bundle's, with one tree for all apps. ``parameters``: elements
     of the base's weights by stored tensor name; ``bits``: of each on disk. ``tokenizer``: that of
     all apps, from ``tokenizer_folder``: the base's or an adapter's. ``calibration``: the rows to
-    calibrate with. ``notes``: for the manifest, as ``sampling`` is. ``phrases``: the table of
-    ``options.phrases``.
+    calibrate with. ``own_text``: whether the model writes them itself. ``notes``: for the manifest,
+    as ``sampling`` is. ``phrases``: the table of ``options.phrases``.
     """
 
     options: ExportOptions
@@ -120,6 +122,7 @@ class ExportPlan:
     tokenizer: "ChatTokenizer"
     tokenizer_folder: Path
     calibration: "tuple[Example, ...]"
+    own_text: bool
     notes: tuple[str, ...]
     sampling: ModelSampling | None
     phrases: bytes
@@ -141,6 +144,12 @@ class ExportPlan:
         if self.merged or app.settings is not None:
             return replace(self, apps=(app,))
         return replace(self, apps=(app,), geometry=self.geometry.plain)
+
+    @property
+    def _calibrated_with(self) -> list[str] | str | None:
+        if self.own_text:
+            return "text that the model writes"
+        return [str(file) for file in self.options.calibrate] or None
 
     @property
     def calibrated_instruction(self) -> str:
@@ -198,7 +207,7 @@ class ExportPlan:
             "schedule": self.schedule.value,
             "context": g.context,
             "chunk": g.chunk,
-            "calibrate": [str(file) for file in self.options.calibrate],
+            "calibrate": self._calibrated_with,
             "phrases": [str(file) for file in self.options.phrases],
             "out": str(self.options.out),
             "estimated_bytes": self.estimated_bytes(),
@@ -255,6 +264,7 @@ def make_plan(options: ExportOptions, target: "Exporter") -> ExportPlan:
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         calibration=calibration,
+        own_text=options.own_text and not calibration and options.quant in target.calibrates,
         notes=(
             *compared,
             *check_settings(tokenizer, folder, options.choose),

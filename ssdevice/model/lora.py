@@ -147,9 +147,14 @@ def open_lora(hf: Any, adapter: Path, trainable: bool = False, apart: bool = Fal
     unknown = sorted(found.unexpected_keys)
     missing = [name.replace(".default", "", 1) for name in sorted(found.missing_keys)]
     if unknown:
-        why = wrapper_note(missing, unknown) or ": is it for this model?"
+        note = wrapper_note(missing, unknown)
+        if note:
+            raise InputError(
+                f"{file}: tensor {unknown[0]!r} is unknown, and {len(unknown) - 1} more{note}"
+            )
         raise InputError(
-            f"{file}: tensor {unknown[0]!r} is unknown, and {len(unknown) - 1} more{why}"
+            f"{file}: tensor {unknown[0]!r} is unknown, and {len(unknown) - 1} more: "
+            "is it for this model?"
         )
     if missing:
         raise InputError(

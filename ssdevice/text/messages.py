@@ -191,10 +191,10 @@ def checked(messages: Any, ends: Sequence[str] = ANSWERED) -> tuple[Message, ...
         last = CALLED if calls else role
         found.append(message)
     if last not in ends:
-        what = f"ends with {last!r}" if last else "is empty"
-        raise InputError(
-            f"messages {what}; the last one must be of role {' or '.join(filter(None, ends))}"
-        )
+        roles = " or ".join(filter(None, ends))
+        if not last:
+            raise InputError(f"messages is empty; the last one must be of role {roles}")
+        raise InputError(f"messages ends with {last!r}; the last one must be of role {roles}")
     return tuple(found)
 
 

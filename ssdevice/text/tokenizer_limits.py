@@ -62,8 +62,10 @@ def check_sizes(content: bytes, where: str) -> None:
     )
     pieces = [len(str(entry[0]).encode(errors="replace")) for entry in lists]
     if max(pieces, default=0) > MAX_PIECE or sum(pieces) > MAX_PIECES:
-        what = f"more than {MAX_PIECE} bytes in one piece of its vocabulary, or {MAX_PIECES} in all"
-        raise ConfigError(f"{where}: {what}")
+        raise ConfigError(
+            f"{where}: more than {MAX_PIECE} bytes in one piece of its vocabulary, "
+            f"or {MAX_PIECES} in all"
+        )
 
 
 def _check_table(text: Any, where: str) -> None:

@@ -18,11 +18,11 @@ from ssdevice.data import Example
 from ssdevice.errors import InputError
 from ssdevice.model import loading
 from ssdevice.model.backbone import Backbone
+from ssdevice.model.decoding import Decoding, sampling
 from ssdevice.model.lora import merge_lora
 from ssdevice.text.stream import special_ids
 from ssdevice.text.tokenizer import Sample
 from ssdevice.train.batches import tokenize
-from ssdevice.train.decoding import Decoding, sampling
 from ssdevice.train.job import Job
 from ssdevice.train.options import ANSWER_TOKENS, UNFINISHED
 

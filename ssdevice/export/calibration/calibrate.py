@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ssdevice.data import Example, read_examples
 from ssdevice.errors import SSDeviceError
+from ssdevice.export.calibration import own_text
 from ssdevice.export.calibration.grid import Grid, calibrated
 from ssdevice.export.calibration.rows import Rows, tokenized
 from ssdevice.export.calibration.smoothing import NOTE, smooth, texts
@@ -120,7 +121,7 @@ def calibrated_job(job: ExportJob, target: Exporter) -> ExportJob:
     rounded: the base, on its own main rows.
     """
     plan = job.plan
-    if not plan.calibration:
+    if not plan.calibration and not plan.own_text:
         return job
     if plan.merged:
         _calibrate(job, target, plan.calibrated_instruction)
@@ -155,7 +156,16 @@ def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     model = job.loaded.model
     plan = job.plan
     total = len(model.backbone.layers)
-    rows = tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context)
+    if plan.own_text:
+        rows = own_text.written(
+            model.backbone,
+            plan.tokenizer,
+            instruction,
+            plan.geometry.context,
+            lambda done, of: job.report("calibrate", done, of, "writes its own text"),
+        )
+    else:
+        rows = tokenized(plan.calibration, plan.tokenizer, instruction, plan.geometry.context)
     calibrate(
         model,
         rows,
@@ -165,12 +175,20 @@ def _calibrate(job: ExportJob, target: Exporter, instruction: str) -> None:
     job.report("calibrate", total, total, "")
 
 
+def calibrated_rows(plan: ExportPlan) -> int:
+    """How many rows weights are calibrated on; 0: they are rounded to nearest."""
+    return own_text.ROWS if plan.own_text else len(plan.calibration)
+
+
 def calibration_notes(plan: ExportPlan) -> tuple[str, ...]:
-    if not plan.calibration:
+    """What the manifest says of the rows, for people."""
+    if plan.own_text:
+        whose = "conversations that the model wrote"
+    elif not plan.calibration:
         return ()
-    whose = "the app's rows" if plan.merged else "rows of the apps, without their adapters"
-    note = (
-        f"{plan.options.quant} weights of the layers were calibrated on "
-        f"{len(plan.calibration)} of {whose}"
-    )
-    return (note,)
+    elif plan.merged:
+        whose = "of the app's rows"
+    else:
+        whose = "of rows of the apps, without their adapters"
+    number = calibrated_rows(plan)
+    return (f"{plan.options.quant} weights of the layers were calibrated on {number} {whose}",)

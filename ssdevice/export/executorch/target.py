@@ -67,8 +67,10 @@ class ExecutorchTarget(ExportTarget):
         coreml = options.chosen(CoreMLOptions)
         if options.chosen(ExecutorchOptions).delegate is Delegate.COREML:
             if coreml.kv_write is not KVWrite.SLICE:
-                why = "ExecuTorch writes the cache of its programs itself"
-                raise ConfigError(f"--kv-write belongs to the coreml target: {why}")
+                raise ConfigError(
+                    "--kv-write belongs to the coreml target: ExecuTorch writes the cache of its "
+                    "programs itself"
+                )
         elif any(isinstance(one, CoreMLOptions) for one in options.target_options):
             raise coreml.refused(self.name)
         coreml.check(options)

@@ -45,8 +45,10 @@ class Deployment(StrEnum):
             if str(value).strip().lower() in (target.lower(), MACOS[target].lower()):
                 return target
         known = ", ".join(f"{target} ({MACOS[target]})" for target in cls)
-        why = f"too old or unknown; a package keeps its KV cache in states, which need {cls.IOS18}"
-        raise ConfigError(f"--deployment-target {value}: {why}: choose one of {known}")
+        raise ConfigError(
+            f"--deployment-target {value}: too old or unknown; a package keeps its KV cache in "
+            f"states, which need {cls.IOS18}: choose one of {known}"
+        )
 
 
 MACOS = {Deployment.IOS18: "macOS15", Deployment.IOS26: "macOS26"}

@@ -50,9 +50,8 @@ class OpenAsset:
             self._model = self._wait(self._enter())
         except Exception as error:
             self.close()
-            why = first_line(error)
             raise BundleError(
-                f"{path}: Core AI cannot open it ({why}); export the bundle again"
+                f"{path}: Core AI cannot open it ({first_line(error)}); export the bundle again"
             ) from error
 
     def function(self, name: str) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ssdevice.model.decoding import MOST_SLOTS, SLOTS, Decoding, sampling
 from ssdevice.model.loading import build
-from ssdevice.train.decoding import MOST_SLOTS, SLOTS, Decoding, sampling
 from tests.model.tiny import VOCAB, tiny_model
 
 STOP = {3, 7}
