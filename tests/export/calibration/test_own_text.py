@@ -1,4 +1,4 @@
-"""INT4 without data is calibrated on what the model writes itself, or rounded to nearest if asked."""
+"""INT4 without data is calibrated on what the model writes, or rounded to nearest if asked."""
 
 from __future__ import annotations
 
