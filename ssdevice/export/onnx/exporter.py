@@ -54,11 +54,10 @@ class OnnxExporter(Exporter):
 
     bits = {Quant.FP32: 32.0, Quant.INT8: 8.1, Quant.INT4: 5.0}  # noqa: RUF012
     schedule = Schedule.DEFERRED
-    # SmolLM2, INT4: prompts of 20, 70 and 300 tokens take 45, 152 and 490 ms, with 64 77, 170 and
-    # 457
+    # SmolLM2, INT4: prompts of 20, 70 and 300 tokens take 45, 152 and 490 ms; with 64 they take
+    # 77, 170 and 457.
     chunk = 32
-    # docs/performance.md
-    repeats = 4
+    repeats = 4  # docs/performance.md
     short = 2
     several_apps = True
     chooses = True

@@ -291,13 +291,13 @@ def probabilities(logits: Scores, ids: Sequence[int], s: Sampling) -> tuple[list
     if kept is None:
         found = [float(weight[i]) / total for i in ids]
     else:
-        found = [float(np.sum(weight, where=kept == i)) / total for i in ids]
+        found = [float(np.sum(weight[kept == i])) / total for i in ids]
     return found, math.log(total) - float(weight @ below) / total
 
 
 def _stays(logits: Scores, token: int, s: Sampling) -> bool:
     """Whether truncation keeps a token whichever others a structure excludes."""
-    scores = np.extract(logits >= logits[token], logits) / np.float32(s.temperature)
+    scores = logits[logits >= logits[token]] / np.float32(s.temperature)
     p = weights(scores, np.max(scores))
     mine = np.min(p)
     all_of_these = np.sum(p)
